@@ -1,0 +1,298 @@
+"""Why a request was not served as asked: one table for status, code, sentence, metric label and docs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of the table.
+
+    Args:
+        label: the metric label and the value of `x-kvgate-reason`.
+        status: HTTP status.
+        code: the error code that clients act on.
+        error_type: the error's type in OpenAI's form.
+        sentence: a format string; its fields are given where the reason is raised.
+        meaning: for the docs: when it happens and what to do.
+    """
+
+    label: str
+    status: int
+    code: str
+    error_type: str
+    sentence: str
+    meaning: str
+
+
+_OVERFLOW = ("context_length_exceeded", "invalid_request_error")
+_INVALID = "invalid_request_error"
+_DENIED = "authentication_error"
+_BUSY = "rate_limit_error"
+_DOWN = "service_unavailable_error"
+
+
+class Reason(Enum):
+    """Every refusal kvgate knows. The words "rate limit" and "quota" stay out of overflow sentences."""
+
+    PROMPT_OVERFLOW = Row(
+        "prompt_overflow",
+        400,
+        *_OVERFLOW,
+        "This model's maximum context length is {limit_tokens} tokens{limited_by_clause}. However, your prompt "
+        "has {prompt_tokens} tokens, which leaves {usable_generation} for the answer where at least "
+        "{output_tokens_min} must fit. Please shorten the messages.",
+        "The prompt leaves less room than `output_tokens_min`. Shorten the conversation, or raise the limit "
+        "that the message names.",
+    )
+    GENERATION_OVERFLOW = Row(
+        "generation_overflow",
+        400,
+        *_OVERFLOW,
+        "This model's maximum context length is {limit_tokens} tokens{limited_by_clause}. However, you requested "
+        "{requested_tokens} tokens ({prompt_tokens} in the prompt, {asked_tokens} for the answer{sequences_clause})."
+        " At most {usable_generation} fit beside this prompt. Please ask for a shorter answer or shorten the "
+        "messages.",
+        'Prompt and output limit together do not fit. Ask for less, or set `on_overflow = "clamp"` for the tenant.',
+    )
+    TOO_MANY_SEQUENCES = Row(
+        "too_many_sequences",
+        400,
+        "too_many_sequences",
+        _INVALID,
+        "You asked for {sequences} answers at once; at most {sequences_max} can run here. Please split the request.",
+        "`n` is above the engine's slots or the tenant's `concurrency_max`.",
+    )
+    MALFORMED = Row(
+        "malformed",
+        400,
+        "invalid_request",
+        _INVALID,
+        "{problem}",
+        "The body is not a request that kvgate and the engine would read the same way. The message says what "
+        "is wrong.",
+    )
+    BAD_HTTP = Row(
+        "bad_http",
+        400,
+        "bad_request",
+        _INVALID,
+        "{problem}",
+        "The request is not valid HTTP, or its head is too large.",
+    )
+    MISSING_KEY = Row(
+        "missing_key",
+        401,
+        "invalid_api_key",
+        _DENIED,
+        "You did not provide an API key. Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
+        "No key, and no `anonymous_tenant` is named.",
+    )
+    UNKNOWN_KEY = Row(
+        "unknown_key",
+        401,
+        "invalid_api_key",
+        _DENIED,
+        "The API key is not known here, or two different keys were sent.",
+        "The key's SHA-256 belongs to no tenant.",
+    )
+    PATH_FORBIDDEN = Row(
+        "path_forbidden",
+        403,
+        "path_not_served",
+        "permission_error",
+        "kvgate does not serve this path to tenants. Served: {served}.",
+        "The path is not on the allow-list, or is not spelled canonically (encoded characters, `//`, `..`).",
+    )
+    MODEL_FORBIDDEN = Row(
+        "model_forbidden",
+        403,
+        "model_not_allowed",
+        "permission_error",
+        "This key may not use that model. It may use: {models}.",
+        "The tenant's `models` does not list it.",
+    )
+    METHOD_NOT_ALLOWED = Row(
+        "method_not_allowed",
+        405,
+        "method_not_allowed",
+        _INVALID,
+        "This path is served with {allowed} only.",
+        "Wrong HTTP method for a served path.",
+    )
+    BODY_TOO_LARGE = Row(
+        "body_too_large",
+        413,
+        "request_too_large",
+        _INVALID,
+        "The request body is over {body_bytes_max} bytes.",
+        "Larger than `http.body_bytes_max`. Nothing of it was counted.",
+    )
+    BODY_ENCODING = Row(
+        "body_encoding",
+        415,
+        "unsupported_encoding",
+        _INVALID,
+        "The request body could not be decoded. Send it uncompressed, or with gzip, deflate or br.",
+        "Unknown or broken `Content-Encoding`.",
+    )
+    BODY_TIMEOUT = Row(
+        "body_timeout",
+        408,
+        "request_timeout",
+        _INVALID,
+        "The request body did not arrive within {timeout_s:g} s.",
+        "The client stopped sending. Nothing was reserved.",
+    )
+    QUEUE_FULL = Row(
+        "queue_full",
+        429,
+        "queue_full",
+        _BUSY,
+        "{waiting} of your requests already wait, which is your queue's length. Try again in {retry_after_s} s.",
+        "The tenant's `queue_max` is reached.",
+    )
+    QUEUE_TIMEOUT = Row(
+        "queue_timeout",
+        429,
+        "queue_timeout",
+        _BUSY,
+        "No room came free for this request within {queue_timeout_s:g} s. Try again in {retry_after_s} s.",
+        "Waited `queue_timeout_s` for slots, KV tokens or the tenant's own share.",
+    )
+    ENGINE_UNREACHABLE = Row(
+        "engine_unreachable",
+        503,
+        "engine_unreachable",
+        _DOWN,
+        "The inference server cannot be reached. Try again in {retry_after_s} s.",
+        "No connection to `engine.url`. The log names the cause.",
+    )
+    ENGINE_LOADING = Row(
+        "engine_loading",
+        503,
+        "engine_loading",
+        _DOWN,
+        "The inference server is loading its model. Try again in {retry_after_s} s.",
+        "The engine answers 503 until its model is loaded.",
+    )
+    ENGINE_UNDERSIZED = Row(
+        "engine_undersized",
+        503,
+        "engine_undersized",
+        _DOWN,
+        "The inference server gives each request {n_ctx_slot} tokens of context; this service needs at least "
+        "{context_tokens_min}. Its operator must restart it with more.",
+        "n_ctx_slot is below `engine.context_tokens_min`. Raise `-c`, lower `-np`, or set "
+        '`engine.on_undersized = "warn"`.',
+    )
+    ENGINE_UNKNOWN = Row(
+        "engine_unknown",
+        503,
+        "engine_unknown",
+        _DOWN,
+        "The inference server does not tell what kvgate must know: {problem}.",
+        "The engine is of no known kind, or a discovery endpoint is switched off.",
+    )
+    ENGINE_CHANGED = Row(
+        "engine_changed",
+        503,
+        "engine_changed",
+        _DOWN,
+        "The inference server was replaced while this request waited. Try again in {retry_after_s} s.",
+        "The engine changed more than once between the count and the start of one request.",
+    )
+    GATE_DRAINING = Row(
+        "gate_draining",
+        503,
+        "gate_draining",
+        _DOWN,
+        "This gate is shutting down. Try again in {retry_after_s} s.",
+        "SIGTERM was received; running requests finish, new ones go elsewhere.",
+    )
+    UNCOUNTED = Row(
+        "uncounted",
+        400,
+        "uncountable_request",
+        _INVALID,
+        "The inference server could not count this request's tokens: {problem}",
+        "The engine's own counter refused the body (a template error, broken tool arguments, an image without "
+        "a projector). Nothing unsized is let through.",
+    )
+    ENGINE_OVERFLOW = Row(
+        "engine_overflow",
+        502,
+        "engine_overflow",
+        "server_error",
+        "The inference server ran out of KV cache, which kvgate exists to prevent. Its operator has been told.",
+        "The engine said that its context was exceeded although kvgate's ledger had room: foreign traffic, or "
+        "a topology that the engine does not tell. See the runbook.",
+    )
+    ENGINE_FAILED = Row(
+        "engine_failed",
+        502,
+        "engine_failed",
+        "server_error",
+        "The inference server ended this answer before it was complete.",
+        "The engine closed the connection, or sent what is not HTTP, in the middle of an answer.",
+    )
+    INTERNAL = Row(
+        "internal",
+        500,
+        "internal_error",
+        "server_error",
+        "kvgate failed on this request. Its operator can find it by the request id.",
+        "A defect of kvgate; the log has the traceback under the request id.",
+    )
+
+    @property
+    def label(self) -> str:
+        """The metric label and the value of the `x-kvgate-reason` header."""
+        return self.value.label
+
+    @property
+    def status(self) -> int:
+        """The HTTP status."""
+        return self.value.status
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One refusal: its reason, the sentence with its figures filled in, and the figures themselves.
+
+    Args:
+        reason: the row of the table.
+        message: for the client; never holds prompt or key material.
+        figures: numbers that the error body carries (`n_prompt_tokens`, `n_ctx`, ...).
+        param: the field of the request that is to blame, where there is one.
+        retry_after_s: whole seconds for `retry-after`, where trying again can help.
+    """
+
+    reason: Reason
+    message: str
+    figures: tuple[tuple[str, int | str], ...] = ()
+    param: str | None = None
+    retry_after_s: int | None = None
+
+
+RETRY_AFTER_MAX_S = 60
+
+
+def refusal(
+    reason: Reason,
+    *,
+    figures: tuple[tuple[str, int | str], ...] = (),
+    param: str | None = None,
+    retry_after_s: float | None = None,
+    **fields: object,
+) -> Refusal:
+    """Fill in a reason's sentence.
+
+    `retry_after_s` is rounded up and held within 1 to 60 s (DESIGN section 8); it is also a field of the
+    sentence where the sentence names it.
+    """
+    retry = None if retry_after_s is None else int(min(max(-(-retry_after_s // 1), 1), RETRY_AFTER_MAX_S))
+    message = reason.value.sentence.format(retry_after_s=retry, **fields)
+    return Refusal(reason, message, figures, param, retry)

@@ -1,0 +1,50 @@
+"""Who asks: a tenant, its Limits on one request and its Quota on what it holds at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class OnOverflow(StrEnum):
+    """What to do with a request whose output does not fit beside its prompt."""
+
+    REJECT = "reject"
+    CLAMP = "clamp"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds on ONE request, in tokens; None is no bound of the tenant's own."""
+
+    context_tokens_max: int | None = None
+    output_tokens_min: int = 1
+    output_tokens_default: int = 1024
+    on_overflow: OnOverflow = OnOverflow.REJECT
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """Bounds on what a tenant holds and waits for at once; None is no bound of the tenant's own.
+
+    Args:
+        concurrency_max: sequences running or draining.
+        kv_tokens_max: cells reserved by them.
+        queue_max: requests waiting.
+        queue_timeout_s: seconds that one request may wait.
+    """
+
+    concurrency_max: int | None = None
+    kv_tokens_max: int | None = None
+    queue_max: int = 64
+    queue_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """One party that shares the engine; `models` None means every model."""
+
+    name: str
+    limits: Limits = field(default_factory=Limits)
+    quota: Quota = field(default_factory=Quota)
+    models: frozenset[str] | None = None

@@ -1,0 +1,247 @@
+"""What the gate needs from the world, as Protocols, and the few errors that cross them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvgate.core.ask import Ask, Size, Usage
+    from kvgate.core.json_object import Edit, JsonObject
+    from kvgate.core.ledger import Denied, Lease, Reservation
+    from kvgate.core.pool import KvPool
+    from kvgate.core.profile import EngineProfile
+    from kvgate.core.reason import Reason, Refusal
+    from kvgate.core.reuse import Reuse
+    from kvgate.core.startup_log import StartupLog
+    from kvgate.core.tenant import Tenant
+
+
+class Refused(Exception):
+    """Raised by an adapter that must refuse a request; the gate turns it into a value at once."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.reason.label)
+        self.refusal = refusal
+
+
+class LineFailed(Exception):
+    """The connection to the engine broke; `sent` tells whether bytes of the request may have arrived."""
+
+    def __init__(self, problem: str, *, sent: bool) -> None:
+        super().__init__(problem)
+        self.sent = sent
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """A request body as its dialect read it.
+
+    `usage_shown` is whether the client asked to see a stream's usage.
+    """
+
+    ask: Ask
+    document: JsonObject
+    usage_shown: bool
+
+
+class StreamTap(Protocol):
+    """Watches one answer stream, event by event, in its dialect.
+
+    `usage` once the engine told it, `ended` once the dialect's end marker passed, `failure` once the engine
+    told of an error inside the stream (that event is kept back: the relay says it in the dialect's words).
+    """
+
+    usage: Usage | None
+    ended: bool
+    failure: Reason | None
+
+    def take(self, event: bytes) -> bytes:
+        """One whole event from the engine; returns what of it the client gets, perhaps nothing."""
+
+
+class Dialect(Protocol):
+    """An API shape: how to read a request, cap it, read what it cost, and refuse it."""
+
+    @property
+    def name(self) -> str:
+        """A short word for metric labels and logs."""
+
+    def read(self, body: bytes) -> ReadRequest:
+        """Judge a body.
+
+        Raises:
+            Refused: it is not a request that kvgate and the engine would read alike.
+        """
+
+    def cap(self, request: ReadRequest, size: Size) -> Edit:
+        """The edit that makes the judged output limit, and nothing else, the request's own."""
+
+    def usage(self, body: bytes) -> Usage | None:
+        """What a whole, unstreamed answer says it cost."""
+
+    def tap(self, request: ReadRequest) -> StreamTap:
+        """A watcher for the answer stream of this request."""
+
+    def refuse(self, refusal: Refusal) -> bytes:
+        """The body of an error answer."""
+
+    def refuse_in_stream(self, refusal: Refusal) -> bytes:
+        """Events that tell of an error after the stream began, and end it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The head of the engine's answer; header names are lower case."""
+
+    status: int
+    headers: tuple[tuple[str, str], ...]
+
+    def get(self, name: str) -> str | None:
+        """The first header of that (lower-case) name."""
+        return next((value for key, value in self.headers if key == name), None)
+
+
+class Line(Protocol):
+    """One connection to the engine, good for one exchange at a time."""
+
+    @property
+    def profile(self) -> EngineProfile:
+        """The engine at the other end of this very connection."""
+
+    async def send(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Head:
+        """Send a request and wait for the head of its answer.
+
+        Raises:
+            LineFailed: the connection broke.
+        """
+
+    async def read(self) -> bytes:
+        """The next bytes of the answer's body; empty at its proper end.
+
+        Raises:
+            LineFailed: the engine ended the answer before it was complete.
+        """
+
+    def release(self) -> None:
+        """Give the connection back; it is closed at once unless an exchange ended properly on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """An exact prompt size, in tokens, and the engine that said so."""
+
+    prompt_tokens: int
+    profile: EngineProfile
+
+
+class Engine(Protocol):
+    """The inference server, as the gate sees it."""
+
+    async def count(self, dialect: str, body: bytes) -> Counted:
+        """The exact number of prompt tokens, by the engine's own counter.
+
+        Raises:
+            Refused: the engine is not to be had, is too small, or cannot count this body.
+        """
+
+    async def open(self) -> Line:
+        """A connection for one inference.
+
+        Raises:
+            Refused: the engine is not to be had.
+        """
+
+    def pool(self, profile: EngineProfile) -> KvPool:
+        """The pool to guard on an engine of this profile."""
+
+    def reuse_edit(self, reuse: Reuse) -> Edit:
+        """The edit that tells this kind of engine what prefix reuse the request may have."""
+
+
+class StartupLogSource(Protocol):
+    """Where an engine's startup log comes from."""
+
+    @property
+    def is_childs(self) -> bool:
+        """Whether the log is that of kvgate's own child, which cannot be replaced unnoticed."""
+
+    def read(self) -> StartupLog:
+        """All that the log has said until now, read."""
+
+
+class LedgerPort(Protocol):
+    """Who holds what, for all requests of one engine (the rule itself is `core.ledger`)."""
+
+    async def reserve(self, reservation: Reservation, pool: KvPool) -> Lease | Denied:
+        """Wait for room, at most the tenant's `queue_timeout_s`; cancelling it leaves nothing behind."""
+
+    def hand_over(self, lease_id: str) -> None:
+        """The request's bytes go to the engine now."""
+
+    def answered(self, lease_id: str) -> None:
+        """The engine has begun to answer."""
+
+    async def settle(self, lease_id: str, *, ended: bool) -> None:
+        """Give back what the id holds, if anything; see `core.ledger.Ledger.settle`."""
+
+
+class Tenants(Protocol):
+    """Who may ask."""
+
+    def by_key(self, key_sha256: str) -> Tenant | None:
+        """The tenant that a key's SHA-256 (64 hex digits) belongs to."""
+
+    def by_name(self, name: str) -> Tenant | None:
+        """The tenant of that name."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """All that is remembered of one request; no prompt, no key, nothing of the client's own wording.
+
+    Times are seconds, sizes tokens; None where the request did not come that far. `tenant` is "-" where no
+    key was accepted, `path` only ever a served path or "-".
+    """
+
+    request_id: str
+    tenant: str
+    dialect: str
+    path: str
+    status: int
+    verdict: str
+    reason: str
+    duration_s: float
+    stream: bool = False
+    sequences: int | None = None
+    prompt_tokens: int | None = None
+    output_limit: int | None = None
+    usable_generation: int | None = None
+    n_ctx_slot: int | None = None
+    queued_s: float | None = None
+    usage: Usage | None = None
+    hung_up: bool = False
+    reuse_violation: bool = False
+
+    @property
+    def count_drift_tokens(self) -> int | None:
+        """By how much the engine's own usage differs from what was counted; 0 is as it must be."""
+        if self.usage is None or self.prompt_tokens is None:
+            return None
+        return self.usage.prompt_tokens - self.prompt_tokens
+
+
+class Observer(Protocol):
+    """Whoever keeps account: metrics, the request log."""
+
+    def request(self, record: RequestRecord) -> None:
+        """A request has ended, one way or another."""
+
+
+class Clock(Protocol):
+    """Seconds that only go forward."""
+
+    def __call__(self) -> float:
+        """Now, in seconds since some fixed moment."""
