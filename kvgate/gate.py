@@ -1,0 +1,187 @@
+"""The one orchestration: read, count, decide, reserve, hand over, settle."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvgate.core.admission import Reject, decide
+from kvgate.core.ledger import Denied, Reservation
+from kvgate.core.reason import Reason, refusal
+from kvgate.core.reuse import Reuse
+from kvgate.ports import Refused
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from kvgate.core.admission import Admit, Clamp, Verdict
+    from kvgate.core.ask import Usage
+    from kvgate.core.ledger import Lease
+    from kvgate.core.profile import EngineProfile
+    from kvgate.core.reason import Refusal
+    from kvgate.core.tenant import Tenant
+    from kvgate.ports import Counted, Dialect, Engine, LedgerPort, Line, ReadRequest
+
+ATTEMPTS = 3
+"""How often one request is judged anew because the engine changed under it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One authenticated inference request."""
+
+    tenant: Tenant
+    dialect: Dialect
+    body: bytes
+
+
+@dataclass(slots=True)
+class Receipt:
+    """What the relay reports back: whether the engine's answer `ended` properly, and what it cost."""
+
+    ended: bool = False
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request that may run: its lease is held, its line to the engine is open, its body is capped.
+
+    The holder calls `start` when the body goes out and `answered` when the engine's head is back, and fills
+    in the receipt; leaving the gate's context settles the lease and gives the line back.
+    """
+
+    verdict: Admit | Clamp
+    request: ReadRequest
+    body: bytes
+    line: Line
+    lease: Lease
+    profile: EngineProfile
+    reuse: Reuse
+    start: Callable[[], None]
+    answered: Callable[[], None]
+    receipt: Receipt
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A request that may not run, and why; `verdict` is there where it came as far as the arithmetic."""
+
+    refusal: Refusal
+    verdict: Verdict | None = None
+    request: ReadRequest | None = None
+    profile: EngineProfile | None = None
+
+
+class Gate:
+    """Admits requests to one engine.
+
+    Args:
+        engine: counts, and opens lines.
+        ledger: holds the KV cache's cells and slots.
+        new_id: mints lease ids, unique for ever.
+    """
+
+    def __init__(self, engine: Engine, ledger: LedgerPort, new_id: Callable[[], str]) -> None:
+        self._engine = engine
+        self._ledger = ledger
+        self._new_id = new_id
+
+    @asynccontextmanager
+    async def admit(self, call: Call) -> AsyncIterator[Admitted | Rejected]:
+        """Judge a request and hold what it needs while the caller relays it.
+
+        Whatever happens inside, cancellation included, the lease is given back: at once where the engine's
+        answer ended, by draining where only the engine can tell. Refusals are values; nothing is held then.
+        """
+        try:
+            request = call.dialect.read(call.body)
+            _check_model(request, call.tenant)
+        except Refused as refused:
+            yield Rejected(refused.refusal)
+            return
+        for _ in range(ATTEMPTS):
+            async with self._judged(call, request) as outcome:
+                if outcome is not None:
+                    yield outcome
+                    return
+        yield Rejected(refusal(Reason.ENGINE_CHANGED, retry_after_s=1), request=request)
+
+    @asynccontextmanager
+    async def _judged(self, call: Call, request: ReadRequest) -> AsyncIterator[Admitted | Rejected | None]:
+        """One judgement, under one lease id minted first; None where the engine changed meanwhile."""
+        held = _Held(self._new_id())
+        try:
+            yield await self._judge(call, request, held)
+        finally:
+            if held.line is not None:
+                held.line.release()
+            await asyncio.shield(self._ledger.settle(held.lease_id, ended=held.receipt.ended))
+
+    async def _judge(self, call: Call, request: ReadRequest, held: _Held) -> Admitted | Rejected | None:
+        tenant = call.tenant
+        try:
+            counted = await self._engine.count(call.dialect.name, call.body)
+            pool = self._engine.pool(counted.profile)
+            verdict = decide(request.ask, counted.prompt_tokens, pool, tenant)
+            if isinstance(verdict, Reject):
+                return Rejected(verdict.refusal, verdict, request, counted.profile)
+            reservation = Reservation(held.lease_id, tenant.name, tenant.quota, verdict.size)
+            lease = await self._ledger.reserve(reservation, pool)
+            if isinstance(lease, Denied):
+                return _denied(lease, tenant, verdict, request, counted)
+            held.line = await self._engine.open()
+        except Refused as refused:
+            return Rejected(refused.refusal, request=request)
+        if held.line.profile != counted.profile:
+            return None
+        reuse = Reuse.OFF
+        edit = call.dialect.cap(request, verdict.size) | self._engine.reuse_edit(reuse)
+        return Admitted(
+            verdict=verdict,
+            request=request,
+            body=request.document.edited(edit),
+            line=held.line,
+            lease=lease,
+            profile=counted.profile,
+            reuse=reuse,
+            start=lambda: self._ledger.hand_over(held.lease_id),
+            answered=lambda: self._ledger.answered(held.lease_id),
+            receipt=held.receipt,
+        )
+
+
+@dataclass(slots=True)
+class _Held:
+    """What one judgement holds, and must give back."""
+
+    lease_id: str
+    line: Line | None = None
+    receipt: Receipt = field(default_factory=Receipt)
+
+
+def _check_model(request: ReadRequest, tenant: Tenant) -> None:
+    model = request.ask.model
+    if tenant.models is not None and model not in tenant.models:
+        models = ", ".join(sorted(tenant.models))
+        raise Refused(refusal(Reason.MODEL_FORBIDDEN, param="model", models=models))
+
+
+def _denied(
+    denied: Denied, tenant: Tenant, verdict: Verdict, request: ReadRequest, counted: Counted
+) -> Rejected | None:
+    if denied.reason is Reason.ENGINE_CHANGED:
+        return None
+    return Rejected(
+        refusal(
+            denied.reason,
+            retry_after_s=denied.retry_after_s,
+            waiting=denied.waiting,
+            queue_timeout_s=tenant.quota.queue_timeout_s,
+        ),
+        verdict,
+        request,
+        counted.profile,
+    )

@@ -1,0 +1,120 @@
+"""Bytes through: sends an admitted request to the engine and hands its answer on, watching what it says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from kvgate.core.reason import Reason, Refusal, refusal
+from kvgate.core.sse import EventSplitter, EventTooLarge
+from kvgate.ports import LineFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvgate.gate import Admitted
+    from kvgate.ports import Dialect, Head
+
+ANSWER_BYTES_MAX = 64 * 1024 * 1024
+"""An unstreamed answer is held whole until its end, so that a cut one can still become a clear error."""
+
+
+class Client(Protocol):
+    """The other side: where the answer goes."""
+
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """Send the head of a streamed answer."""
+
+    async def write(self, data: bytes) -> None:
+        """Send some of a streamed answer; waits while the client is slow."""
+
+    async def whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """Send a whole answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """How an exchange went: the status the client saw, and what went wrong, if anything did."""
+
+    status: int
+    failure: Refusal | None = None
+
+
+async def relay(
+    admitted: Admitted, dialect: Dialect, path: str, client: Client, headers: Mapping[str, str]
+) -> Relayed:
+    """Run one admitted request.
+
+    1. The head is awaited: until then an error is still an ordinary answer.
+    2. An event stream goes on as it comes, event by event; its usage is read on the way.
+    3. Anything else is held until it is whole, so that the client gets all of it or an error.
+
+    The receipt says `ended` only where the engine's answer came to its proper end; everything else drains.
+    """
+    line = admitted.line
+    admitted.start()
+    try:
+        head = await line.send("POST", path, {"Content-Type": "application/json"}, admitted.body)  # 1
+    except LineFailed:
+        return await _refuse(Reason.ENGINE_FAILED, dialect, client, headers)
+    admitted.answered()
+    if head.status == 200 and (head.get("content-type") or "").startswith("text/event-stream"):
+        return await _stream(admitted, dialect, client, {**_passed_on(head), **headers})  # 2
+    return await _whole(admitted, dialect, head, client, headers)  # 3
+
+
+async def _stream(admitted: Admitted, dialect: Dialect, client: Client, headers: Mapping[str, str]) -> Relayed:
+    await client.begin(200, headers)
+    tap = dialect.tap(admitted.request)
+    splitter = EventSplitter()
+    broken = False
+    try:
+        while data := await admitted.line.read():
+            if out := b"".join([tap.take(event) for event in splitter.feed(data)]):
+                await client.write(out)
+    except (LineFailed, EventTooLarge):
+        broken = True
+    finally:
+        admitted.receipt.usage = tap.usage
+    if tap.failure is None and tap.ended and not broken:
+        admitted.receipt.ended = True
+        return Relayed(200)
+    failure = refusal(tap.failure or Reason.ENGINE_FAILED)
+    await client.write(dialect.refuse_in_stream(failure))
+    return Relayed(200, failure)
+
+
+async def _whole(
+    admitted: Admitted, dialect: Dialect, head: Head, client: Client, headers: Mapping[str, str]
+) -> Relayed:
+    parts, total = [], 0
+    try:
+        while data := await admitted.line.read():
+            total += len(data)
+            if total > ANSWER_BYTES_MAX:
+                return await _refuse(Reason.ENGINE_FAILED, dialect, client, headers)
+            parts.append(data)
+    except LineFailed:
+        return await _refuse(Reason.ENGINE_FAILED, dialect, client, headers)
+    body = b"".join(parts)
+    admitted.receipt.ended = True
+    admitted.receipt.usage = dialect.usage(body)
+    if head.status >= 500 and b"Context size has been exceeded" in body:
+        return await _refuse(Reason.ENGINE_OVERFLOW, dialect, client, headers)
+    await client.whole(head.status, {**_passed_on(head), **headers}, body)
+    return Relayed(head.status)
+
+
+async def _refuse(reason: Reason, dialect: Dialect, client: Client, headers: Mapping[str, str]) -> Relayed:
+    failure = refusal(reason)
+    told = {**headers, "Content-Type": "application/json", "x-kvgate-reason": reason.label}
+    await client.whole(reason.status, told, dialect.refuse(failure))
+    return Relayed(reason.status, failure)
+
+
+PASSED_ON = ("content-type", "cache-control", "x-accel-buffering")
+"""The engine's headers that reach the client; `X-Accel-Buffering: no` keeps an nginx in front from buffering."""
+
+
+def _passed_on(head: Head) -> dict[str, str]:
+    return {name: value for name in PASSED_ON if (value := head.get(name)) is not None}

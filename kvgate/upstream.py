@@ -1,0 +1,332 @@
+"""The one place that calls an engine: pooled HTTP/1.1 connections, each bound to the engine it reached."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import httptools
+
+from kvgate import __version__
+from kvgate.core.reason import Reason, refusal
+from kvgate.ports import Head, LineFailed, Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from kvgate.core.profile import EngineProfile
+    from kvgate.ports import Clock
+
+BUFFER_BYTES_MAX = 256 * 1024
+"""Body bytes held for a reader that is behind; beyond it the engine's socket is not read."""
+
+HEAD_BYTES_MAX = 64 * 1024
+"""A response head larger than this is no inference server's."""
+
+IDLE_S = 2.0
+"""How long an unused connection is kept: well below the 5 s after which llama-server closes it."""
+
+CONNECT_TIMEOUT_S = 5.0
+
+_RETRY_AFTER_S = 2
+
+
+class Connection(asyncio.Protocol):
+    """One HTTP/1.1 connection to the engine; implements `ports.Line`.
+
+    Reading is paused while more than `BUFFER_BYTES_MAX` wait for a slow reader, so that the engine feels the
+    client's pace and no answer is held in memory whole.
+    """
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._parser: Any = None
+        self._profile: EngineProfile | None = None
+        self._head: asyncio.Future[Head] | None = None
+        self._wakeup: asyncio.Future[None] | None = None
+        self._chunks: deque[bytes] = deque()
+        self._buffered = 0
+        self._paused = False
+        self._headers: list[tuple[str, str]] = []
+        self._head_bytes = 0
+        self._status = 0
+        self._complete = True
+        self._keep_alive = True
+        self._lost: str | None = None
+        self._idle: asyncio.TimerHandle | None = None
+
+    @property
+    def profile(self) -> EngineProfile:
+        """The engine at the other end, as it said when this connection was opened."""
+        if self._profile is None:
+            raise RuntimeError("the engine has not introduced itself on this connection")
+        return self._profile
+
+    def introduce(self, profile: EngineProfile) -> None:
+        """Bind this connection to the engine that answered on it."""
+        self._profile = profile
+
+    @property
+    def usable(self) -> bool:
+        """Whether another exchange may start here."""
+        return self._lost is None and self._complete and self._keep_alive and not self._chunks
+
+    # -- one exchange
+
+    async def send(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Head:
+        """Send a request and wait for the head of its answer.
+
+        Raises:
+            LineFailed: the connection broke before the head was complete.
+        """
+        if self._lost is not None or self._transport is None:
+            raise LineFailed(self._lost or "not connected", sent=False)
+        self._parser = httptools.HttpResponseParser(self)
+        self._complete, self._status, self._head_bytes = False, 0, 0
+        self._headers = []
+        self._head = self._loop.create_future()
+        lines = [f"{method} {self._upstream.prefix}{path} HTTP/1.1", f"Host: {self._upstream.authority}"]
+        lines += [f"{name}: {value}" for name, value in {**self._upstream.headers, **headers}.items()]
+        if body or method == "POST":
+            lines.append(f"Content-Length: {len(body)}")
+        self._transport.write("\r\n".join([*lines, "\r\n"]).encode("latin-1") + body)
+        return await self._head
+
+    async def read(self) -> bytes:
+        """All body bytes that have arrived, waiting for some; empty at the answer's proper end.
+
+        Raises:
+            LineFailed: the connection broke, or spoke no HTTP, before the end.
+        """
+        while not self._chunks:
+            if self._complete:
+                return b""
+            if self._lost is not None:
+                raise LineFailed(self._lost, sent=True)
+            self._wakeup = self._loop.create_future()
+            try:
+                await self._wakeup
+            finally:
+                self._wakeup = None
+        data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._chunks.clear()
+        self._buffered = 0
+        if self._paused and self._transport is not None and self._lost is None:
+            self._paused = False
+            self._transport.resume_reading()
+        return data
+
+    async def read_all(self, limit_bytes: int) -> bytes:
+        """The whole body of a short answer.
+
+        Raises:
+            LineFailed: as `read`, or the body is over `limit_bytes`.
+        """
+        parts, total = [], 0
+        while data := await self.read():
+            total += len(data)
+            if total > limit_bytes:
+                raise LineFailed(f"an answer is over {limit_bytes} bytes", sent=True)
+            parts.append(data)
+        return b"".join(parts)
+
+    def release(self) -> None:
+        """Back to the pool if the exchange ended properly; otherwise closed at once, in mid-answer."""
+        self._upstream.take_back(self)
+
+    def close(self) -> None:
+        """Close without waiting for anything: the engine sees a hang-up and cancels its work."""
+        self.keep(None)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def keep(self, idle: asyncio.TimerHandle | None) -> None:
+        """Set or stop the timer that closes an idle connection."""
+        if self._idle is not None:
+            self._idle.cancel()
+        self._idle = idle
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The socket is open."""
+        self._transport = transport  # type: ignore[assignment]  # a stream transport, as asked for
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes from the engine."""
+        if self._complete:
+            self._fail("the engine sent bytes that nobody asked for")
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(f"the engine's answer is not HTTP ({type(error).__name__})")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The socket is gone."""
+        self._upstream.forget(self)
+        until_close = self._status and not any(
+            name in {"content-length", "transfer-encoding"} for name, _ in self._headers
+        )
+        if not self._complete and until_close and exc is None:
+            self._finish()
+        self._fail("the engine closed the connection" if exc is None else type(exc).__name__)
+
+    # -- httptools callbacks
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header of the answer."""
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > HEAD_BYTES_MAX:
+            raise LineFailed("the head of an answer is too large", sent=True)
+        self._headers.append((name.decode("latin-1").lower(), value.decode("latin-1")))
+
+    def on_headers_complete(self) -> None:
+        """The head is whole; an informational one (1xx) is passed over."""
+        status = int(self._parser.get_status_code())
+        if status >= 200:
+            self._status = status
+            self._keep_alive = bool(self._parser.should_keep_alive())
+            if self._head is not None and not self._head.done():
+                self._head.set_result(Head(status, tuple(self._headers)))
+
+    def on_body(self, data: bytes) -> None:
+        """Some of the body."""
+        self._chunks.append(data)
+        self._buffered += len(data)
+        if self._buffered > BUFFER_BYTES_MAX and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def on_message_complete(self) -> None:
+        """The answer's proper end."""
+        if self._status:
+            self._finish()
+        else:
+            self._headers = []
+
+    def _finish(self) -> None:
+        self._complete = True
+        self._wake()
+
+    def _fail(self, problem: str) -> None:
+        if self._lost is None:
+            self._lost = problem
+        if self._head is not None and not self._head.done():
+            self._head.set_exception(LineFailed(self._lost, sent=True))
+            self._head.exception()  # the waiter may have been cancelled: nobody else would look at it
+        self._wake()
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.abort()
+
+    def _wake(self) -> None:
+        if self._wakeup is not None and not self._wakeup.done():
+            self._wakeup.set_result(None)
+
+
+class Upstream:
+    """Connections to one engine URL.
+
+    Every new connection asks the engine who it is (`hello`) before anything else is sent on it, so that a
+    replaced engine is noticed before the next request reaches it (DESIGN section 7).
+
+    Args:
+        url: `http://host:port`, `https://...`, with an optional path in front of the engine's own.
+        hello: asks the engine for its profile on a fresh connection; raises `Refused` where there is none.
+        clock: seconds.
+        api_key: the engine's own key, sent with every request.
+
+    Raises:
+        ValueError: the URL is not one.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        hello: Callable[[Connection], Awaitable[EngineProfile]],
+        clock: Clock,
+        api_key: str | None = None,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.username:
+            raise ValueError(f"engine.url must look like http://host:port, not {url!r}")
+        self._host = parts.hostname
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self._hello = hello
+        self._clock = clock
+        self._idle: list[Connection] = []
+        self._open: set[Connection] = set()
+        self.authority = parts.netloc
+        self.prefix = parts.path.rstrip("/")
+        self.headers = {"User-Agent": f"kvgate/{__version__}", "Accept-Encoding": "identity"}
+        if api_key:
+            self.headers["Authorization"] = f"Bearer {api_key}"
+
+    @property
+    def open_connections(self) -> int:
+        """Connections that exist now, idle ones included."""
+        return len(self._open)
+
+    async def open(self) -> Connection:
+        """A connection that nobody else uses, to an engine that has introduced itself.
+
+        Raises:
+            Refused: the engine cannot be reached, is loading, or does not say what must be known.
+        """
+        while self._idle:
+            connection = self._idle.pop()
+            connection.keep(None)
+            if connection.usable:
+                return connection
+            connection.close()
+        return await self._connect()
+
+    async def _connect(self) -> Connection:
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, connection = await self._loop.create_connection(
+                    lambda: Connection(self), self._host, self._port, ssl=self._ssl
+                )
+        except (OSError, TimeoutError):
+            raise Refused(refusal(Reason.ENGINE_UNREACHABLE, retry_after_s=_RETRY_AFTER_S)) from None
+        self._open.add(connection)
+        try:
+            connection.introduce(await self._hello(connection))
+        except LineFailed:
+            connection.close()
+            raise Refused(refusal(Reason.ENGINE_UNREACHABLE, retry_after_s=_RETRY_AFTER_S)) from None
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    @property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    def take_back(self, connection: Connection) -> None:
+        """Keep a connection for the next request, or close it where its exchange did not end properly."""
+        if not connection.usable:
+            connection.close()
+            return
+        connection.keep(self._loop.call_later(IDLE_S, connection.close))
+        self._idle.append(connection)
+
+    def forget(self, connection: Connection) -> None:
+        """A connection is gone."""
+        self._open.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    async def close(self) -> None:
+        """Close every connection."""
+        for connection in list(self._open):
+            connection.close()
+        await asyncio.sleep(0)
