@@ -1,0 +1,1 @@
+"""The store: what gates share, in Valkey or Redis."""
