@@ -1,0 +1,56 @@
+"""The operator's listener: health, readiness, metrics, and the state of engine and ledger."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from kvgate.metrics import CONTENT_TYPE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvgate.metrics import Metrics
+
+
+def admin_app(
+    metrics: Metrics,
+    problems: Callable[[], list[str]],
+    warnings: Callable[[], list[str]],
+    status: Callable[[], dict[str, Any]],
+) -> web.Application:
+    """The operator's application.
+
+    `/healthz`: the process answers. `/readyz`: 200 while requests are served, else 503; with the sentences
+    that say why not, and the warnings. `/metrics`: for Prometheus. `/status`: everything, as JSON.
+    """
+
+    async def healthz(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def readyz(_: web.Request) -> web.Response:
+        found = problems()
+        body = {"ready": not found, "problems": found, "warnings": warnings()}
+        return web.json_response(body, status=503 if found else 200)
+
+    async def exposition(_: web.Request) -> web.Response:
+        return web.Response(body=metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def everything(_: web.Request) -> web.Response:
+        return web.json_response(status(), dumps=lambda value: json.dumps(value, default=_plain, indent=2) + "\n")
+
+    app = web.Application()
+    app.router.add_get("/healthz", healthz)
+    app.router.add_get("/readyz", readyz)
+    app.router.add_get("/metrics", exposition)
+    app.router.add_get("/status", everything)
+    return app
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    raise TypeError(f"{type(value).__name__} is not for the status page")

@@ -1,0 +1,36 @@
+"""The kvgate command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from kvgate import __version__
+from kvgate.cli import check, serve
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status. 0: done, 1: the answer is no, 2: it could not be asked."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    command: list[str] = []
+    if "--" in given:
+        at = given.index("--")
+        given, command = given[:at], given[at + 1 :]
+    parser = argparse.ArgumentParser(
+        prog="kvgate", description="Guards the context budget of an LLM inference server.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"kvgate {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve.add(commands)
+    check.add(commands)
+    options = parser.parse_args(given)
+    if command and options.command != "serve":
+        parser.error(f"only serve runs an engine after --, not {options.command}")
+    try:
+        return int(options.run(options, command))
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,192 @@
+"""What Prometheus sees; the only importer of prometheus_client."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from kvgate.core.profile import Source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from prometheus_client.core import Metric
+
+    from kvgate.core.ledger import LedgerView
+    from kvgate.core.profile import EngineProfile
+    from kvgate.ports import RequestRecord
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Metrics:
+    """Counters of what happened, and gauges read from the ledger at each scrape; implements `ports.Observer`.
+
+    Labels are bounded: tenants that are declared, dialects, verdicts and reasons of the tables.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "kvgate_requests",
+            "Requests by how they ended; reason is empty for what was served as asked.",
+            ("tenant", "dialect", "verdict", "reason", "status"),
+            registry=self.registry,
+        )
+        self._tokens = Counter(
+            "kvgate_tokens",
+            "Tokens by the engine's own usage: prompt, output (all sequences), cached (part of prompt).",
+            ("tenant", "kind"),
+            registry=self.registry,
+        )
+        self._duration = Histogram(
+            "kvgate_request_seconds",
+            "Seconds from a request's head to the end of its answer.",
+            ("dialect", "stream"),
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._queued = Histogram(
+            "kvgate_queue_seconds",
+            "Seconds that admitted requests waited for slots and KV tokens.",
+            ("tenant",),
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._hangups = Counter(
+            "kvgate_hangups",
+            "Requests whose client left before the answer was complete.",
+            ("tenant",),
+            registry=self.registry,
+        )
+        self._drift = Counter(
+            "kvgate_count_drift",
+            "Answers whose prompt size by the engine's usage differs from what was counted. Must stay 0.",
+            ("dialect",),
+            registry=self.registry,
+        )
+        self._reuse_violations = Counter(
+            "kvgate_reuse_violations",
+            "Answers that reused a KV prefix although reuse was off. Must stay 0.",
+            ("tenant",),
+            registry=self.registry,
+        )
+        self._engine_changes = Counter(
+            "kvgate_engine_changes",
+            "Times the engine's profile changed after it was first seen.",
+            registry=self.registry,
+        )
+
+    def request(self, record: RequestRecord) -> None:
+        """Count one request."""
+        self._requests.labels(record.tenant, record.dialect, record.verdict, record.reason, str(record.status)).inc()
+        self._duration.labels(record.dialect, str(record.stream).lower()).observe(record.duration_s)
+        if record.queued_s is not None:
+            self._queued.labels(record.tenant).observe(record.queued_s)
+        if record.hung_up:
+            self._hangups.labels(record.tenant).inc()
+        if record.reuse_violation:
+            self._reuse_violations.labels(record.tenant).inc()
+        if record.count_drift_tokens:
+            self._drift.labels(record.dialect).inc()
+        if (usage := record.usage) is not None:
+            self._tokens.labels(record.tenant, "prompt").inc(usage.prompt_tokens)
+            self._tokens.labels(record.tenant, "output").inc(usage.output_tokens)
+            self._tokens.labels(record.tenant, "cached").inc(usage.cached_tokens)
+
+    def engine_changed(self) -> None:
+        """The engine is another one than before."""
+        self._engine_changes.inc()
+
+    def watch(
+        self,
+        profile: Callable[[], EngineProfile | None],
+        ledger: Callable[[], LedgerView | None],
+        ready: Callable[[], bool],
+        connections: Callable[[], int],
+    ) -> None:
+        """Read these at each scrape."""
+        self.registry.register(_State(profile, ledger, ready, connections))
+
+    def exposition(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self.registry)
+
+
+class _State:
+    """Gauges that are read, never incremented: they cannot be left behind by a cancelled request."""
+
+    def __init__(
+        self,
+        profile: Callable[[], EngineProfile | None],
+        ledger: Callable[[], LedgerView | None],
+        ready: Callable[[], bool],
+        connections: Callable[[], int],
+    ) -> None:
+        self._profile, self._ledger = profile, ledger
+        self._ready, self._connections = ready, connections
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing is collected while registering."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """All gauges, now."""
+        yield GaugeMetricFamily("kvgate_ready", "1 while requests are served.", value=float(self._ready()))
+        yield GaugeMetricFamily(
+            "kvgate_upstream_connections", "Open connections to the engine.", value=self._connections()
+        )
+        if (profile := self._profile()) is not None:
+            yield from _engine(profile)
+        if (view := self._ledger()) is not None:
+            yield from _ledger(view)
+
+
+def _engine(profile: EngineProfile) -> Iterator[Metric]:
+    info = GaugeMetricFamily(
+        "kvgate_engine_info",
+        "Always 1; the labels tell which engine is there.",
+        labels=("kind", "build", "fingerprint", "topology", "topology_source", "kv_type"),
+    )
+    topology = profile.topology
+    info.add_metric(
+        (profile.kind, profile.build or "", profile.fingerprint, topology.value, topology.source, profile.kv_type), 1
+    )
+    yield info
+    yield GaugeMetricFamily(
+        "kvgate_engine_n_ctx_slot_tokens", "Tokens that one sequence may hold.", value=profile.n_ctx_slot.value
+    )
+    yield GaugeMetricFamily(
+        "kvgate_engine_topology_assumed",
+        "1 where nothing told whether slots share the KV cache, and the safe guess is in force.",
+        value=float(topology.source is Source.ASSUMED),
+    )
+
+
+def _ledger(view: LedgerView) -> Iterator[Metric]:
+    yield GaugeMetricFamily("kvgate_kv_pool_tokens", "Cells of the KV cache.", value=view.pool.tokens)
+    yield GaugeMetricFamily("kvgate_slots", "Sequences that run side by side.", value=view.pool.slots)
+    held = GaugeMetricFamily(
+        "kvgate_kv_held_tokens", "Cells reserved by running and draining requests.", labels=("tenant",)
+    )
+    for tenant, tokens in view.held_tokens_by_tenant:
+        held.add_metric((tenant,), tokens)
+    yield held
+    slots = GaugeMetricFamily("kvgate_slots_held", "Slots held, by what holds them.", labels=("state",))
+    slots.add_metric(("running",), view.running)
+    slots.add_metric(("draining",), view.draining)
+    yield slots
+    queue = GaugeMetricFamily("kvgate_queue_depth", "Requests that wait.", labels=("tenant",))
+    for tenant, waiting in view.waiting_by_tenant:
+        queue.add_metric((tenant,), waiting)
+    yield queue
+    yield GaugeMetricFamily(
+        "kvgate_drains_overdue",
+        "Drains ended by time because the engine never showed the slot idle, since start.",
+        value=view.drains_overdue,
+    )

@@ -1,0 +1,271 @@
+"""Every setting, with its unit and range: kvgate.toml, then KVGATE_* variables, then flags; and tenants.toml."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from pathlib import Path  # noqa: TC003 - pydantic reads the annotations
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from kvgate.core.tenant import Limits, OnOverflow, Quota, Tenant
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+ENV_PREFIX = "KVGATE_"
+ENV_OF_THE_BENCH = frozenset({"KVGATE_MODEL", "KVGATE_CACHE"})
+"""Variables of `make run` and the tests, which are not settings of the gate."""
+
+Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9a-fA-F:.]+\]|[^:\[\]]+):\d{1,5}$")]
+
+
+class BadSettings(ValueError):
+    """Settings that cannot be used; the message names file, key, problem and the nearest known key."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EngineSettings(_Section):
+    """The inference server behind the gate."""
+
+    url: str | None = Field(None, description="Where the engine is: http://host:port.")
+    kind: Literal["auto", "llamacpp"] = Field("auto", description="The kind of engine; auto asks it.")
+    log: Path | None = Field(
+        None, description="File with the engine's startup log: tells topology, pool size and KV precision."
+    )
+    api_key: str | None = Field(None, description="The engine's own key, sent with every request to it.", repr=False)
+    context_tokens_min: int | None = Field(
+        None, ge=1, description="Tokens. An engine whose n_ctx_slot is smaller is not served."
+    )
+    on_undersized: Literal["refuse", "warn"] = Field(
+        "refuse", description="What to do with an engine below context_tokens_min."
+    )
+    kv_topology: Literal["auto", "divided", "unified"] = Field(
+        "auto", description="Whether slots divide the KV cache or share it; auto reads the log, else assumes a pool."
+    )
+    pool_tokens: int | None = Field(
+        None, ge=1, description="Tokens. Size of the shared pool where it is larger than n_ctx_slot."
+    )
+    pool_headroom_ratio: float = Field(0.0, ge=0, lt=1, description="Share of the pool that is never granted.")
+    margin_tokens: int = Field(
+        0, ge=0, description="Tokens a sequence may take beyond its output limit, such as a speculative draft."
+    )
+    drain_max_s: float = Field(
+        120.0, gt=0, description="Seconds after which a hung-up request's KV counts as free without proof."
+    )
+
+
+class StoreSettings(_Section):
+    """Redis or Valkey, which holds tenants and keys."""
+
+    url: str | None = Field(
+        None, description="redis://, rediss:// or unix:// URL; none starts a private Valkey in data_dir."
+    )
+    data_dir: Path | None = Field(
+        None, description="Where the embedded Valkey keeps its data; default: .kvgate beside the configuration."
+    )
+
+
+class HttpSettings(_Section):
+    """The tenants' side of the gate."""
+
+    body_bytes_max: int = Field(8 * 1024 * 1024, ge=1024, description="Bytes. A larger request body is refused.")
+    body_timeout_s: float = Field(60.0, gt=0, description="Seconds within which a request body must arrive.")
+    write_timeout_s: float = Field(
+        60.0, gt=0, description="Seconds after which a client that reads nothing of its answer is cut."
+    )
+    stop_grace_s: float = Field(30.0, ge=0, description="Seconds that running requests get to finish on SIGTERM.")
+
+
+class Settings(BaseSettings):
+    """All settings of `kvgate serve`."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        frozen=True,
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        nested_model_default_partial_update=True,
+    )
+
+    listen: Address = Field("127.0.0.1:8600", description="HOST:PORT for tenants.")
+    admin_listen: Address = Field(
+        "127.0.0.1:8601", description="HOST:PORT for the operator: health, metrics, status."
+    )
+    tenants: Path | None = Field(None, description="The tenants file.")
+    anonymous_tenant: str | None = Field(
+        None, description="The tenant that requests without any key belong to; none refuses them."
+    )
+    engine: EngineSettings = Field(EngineSettings(), description="The engine.")
+    store: StoreSettings = Field(StoreSettings(), description="The store.")
+    http: HttpSettings = Field(HttpSettings(), description="The tenants' side.")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - pydantic names it
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - pydantic names it
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags before variables before the file; the file arrives as the last of the init settings."""
+        given = init_settings.init_kwargs if isinstance(init_settings, InitSettingsSource) else {}
+        flags = InitSettingsSource(settings_cls, given.get("flags", {}))
+        file = InitSettingsSource(settings_cls, given.get("file", {}))
+        return flags, env_settings, file
+
+
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+class TenantSection(_Section):
+    """One `[tenant.NAME]` of the tenants file."""
+
+    keys_sha256: tuple[Sha256, ...] = Field((), description="SHA-256 of each key, 64 lower-case hex digits.")
+    models: tuple[str, ...] | None = Field(None, description="Models that may be named; none allows every model.")
+    context_tokens_max: int | None = Field(
+        None, ge=1, description="Limit. Tokens of prompt and output together in one request."
+    )
+    output_tokens_min: int = Field(1, ge=1, description="Limit. Tokens of output that must fit beside a prompt.")
+    output_tokens_default: int = Field(
+        1024, ge=1, description="Limit. Tokens of output where the request names no limit, or what fits of it."
+    )
+    on_overflow: OnOverflow = Field(
+        OnOverflow.REJECT, description="Limit. What to do where the asked output does not fit."
+    )
+    concurrency_max: int | None = Field(None, ge=1, description="Quota. Sequences that run at once.")
+    kv_tokens_max: int | None = Field(None, ge=1, description="Quota. KV tokens held at once.")
+    queue_max: int = Field(64, ge=0, description="Quota. Requests that may wait.")
+    queue_timeout_s: float = Field(30.0, gt=0, le=3600, description="Quota. Seconds that a request may wait.")
+
+    def tenant(self, name: str) -> Tenant:
+        """The tenant that this section declares."""
+        return Tenant(
+            name=name,
+            limits=Limits(
+                context_tokens_max=self.context_tokens_max,
+                output_tokens_min=self.output_tokens_min,
+                output_tokens_default=self.output_tokens_default,
+                on_overflow=self.on_overflow,
+            ),
+            quota=Quota(
+                concurrency_max=self.concurrency_max,
+                kv_tokens_max=self.kv_tokens_max,
+                queue_max=self.queue_max,
+                queue_timeout_s=self.queue_timeout_s,
+            ),
+            models=None if self.models is None else frozenset(self.models),
+        )
+
+
+TenantName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
+class TenantsFile(_Section):
+    """The tenants file."""
+
+    tenant: dict[TenantName, TenantSection] = Field(default_factory=dict)
+
+
+def load(config: Path | None, flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Settings:
+    """The settings in force: the file's, overridden by KVGATE_* variables, overridden by flags.
+
+    Raises:
+        BadSettings: a file cannot be read, a key is unknown, or a value is out of range.
+    """
+    _check_environment(environment)
+    file = {} if config is None else _toml(config)
+    if config is not None and "data_dir" not in file.get("store", {}):
+        file = {**file, "store": {**file.get("store", {}), "data_dir": config.resolve().parent / ".kvgate"}}
+    try:
+        return Settings(flags=dict(flags), file=file)  # type: ignore[call-arg]  # taken apart by the sources
+    except ValidationError as error:
+        raise _bad(error, "the settings" if config is None else str(config), Settings) from None
+
+
+def load_tenants(path: Path) -> dict[str, tuple[Tenant, tuple[str, ...]]]:
+    """The tenants that a file declares, each with the SHA-256 of its keys.
+
+    Raises:
+        BadSettings: as `load`, or one key is declared for two tenants.
+    """
+    try:
+        file = TenantsFile.model_validate(_toml(path))
+    except ValidationError as error:
+        raise _bad(error, str(path), TenantsFile) from None
+    owners: dict[str, str] = {}
+    for name, section in file.tenant.items():
+        for digest in section.keys_sha256:
+            if owners.setdefault(digest, name) != name:
+                raise BadSettings(f"{path}: tenants {owners[digest]!r} and {name!r} declare the same key")
+    return {name: (section.tenant(name), section.keys_sha256) for name, section in file.tenant.items()}
+
+
+def described() -> Iterator[tuple[str, str, Any, str]]:
+    """Every setting and tenant field: dotted name, type, default, description. The reference is made of it."""
+    yield from _described("", Settings)
+    yield from _described("tenant.NAME.", TenantSection)
+
+
+def _described(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, str, Any, str]]:
+    for name, field in model.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, _Section):
+            yield from _described(f"{prefix}{name}.", section)
+        else:
+            kind = str(section) if not isinstance(section, type) else section.__name__
+            yield f"{prefix}{name}", kind, field.get_default(), field.description or ""
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadSettings(f"{path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadSettings(f"{path} is not TOML: {error}") from None
+
+
+def _check_environment(environment: Mapping[str, str]) -> None:
+    known = {f"{ENV_PREFIX}{name.upper().replace('.', '__')}" for name, *_ in _described("", Settings)}
+    sections = {name.rpartition("__")[0] for name in known if "__" in name}
+    for name in environment:
+        if name.startswith(ENV_PREFIX) and name not in known | sections | ENV_OF_THE_BENCH:
+            raise BadSettings(f"the variable {name} is no setting{_nearest(name, known)}")
+
+
+def _bad(error: ValidationError, where: str, model: type[BaseModel]) -> BadSettings:
+    problems = []
+    for found in error.errors(include_url=False, include_input=False):
+        path = ".".join(str(part) for part in found["loc"])
+        if found["type"] == "extra_forbidden":
+            known = _siblings(model, found["loc"][:-1])
+            problems.append(f"{path} is unknown{_nearest(str(found['loc'][-1]), known)}")
+        else:
+            problems.append(f"{path}: {found['msg']}")
+    return BadSettings(f"{where}: " + "; ".join(problems))
+
+
+def _siblings(model: type[BaseModel], path: tuple[int | str, ...]) -> set[str]:
+    for part in path:
+        if part in model.model_fields:
+            inner = model.model_fields[str(part)].annotation
+            model = inner if isinstance(inner, type) and issubclass(inner, BaseModel) else TenantSection
+    return set(model.model_fields)
+
+
+def _nearest(name: str, known: set[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; known here: {', '.join(sorted(known))}"

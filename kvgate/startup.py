@@ -1,0 +1,127 @@
+"""Where an engine's startup log comes from: a file that it writes, or the output of a child process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from kvgate.core.startup_log import LINE_CHARS_MAX, StartupLog
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+log = logging.getLogger("kvgate.engine")
+
+READ_BYTES_MAX = 64 * 1024 * 1024
+"""At most this much of a log file is read at once; a verbose log's middle holds no facts."""
+
+STOP_GRACE_S = 10.0
+
+
+class LogFile:
+    """Follows a log file; implements `ports.StartupLogSource`. A file not yet there is an empty one.
+
+    A file that was replaced or cut short (log rotation, a restart with `>`) is read from its beginning.
+    """
+
+    is_childs = False
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._log = StartupLog()
+        self._at = 0
+        self._inode: int | None = None
+        self._rest = b""
+
+    def read(self) -> StartupLog:
+        """Read what was appended since."""
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._at:
+                    self._inode, self._at, self._rest = status.st_ino, 0, b""
+                file.seek(self._at)
+                data = file.read(READ_BYTES_MAX)
+                self._at += len(data)
+        except OSError as error:
+            log.warning("the engine's log cannot be read", extra={"path": str(self._path), "error": str(error)})
+            return self._log
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        self._rest = self._rest[-LINE_CHARS_MAX:]
+        self._log.feed(line.decode("utf-8", "replace") for line in lines)
+        return self._log
+
+
+class Child:
+    """An engine run as a child process, its output read and passed on; implements `ports.StartupLogSource`."""
+
+    is_childs = True
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self._log = StartupLog()
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    def read(self) -> StartupLog:
+        """What the child has said until now."""
+        return self._log
+
+    async def start(self) -> None:
+        """Start the engine.
+
+        Raises:
+            OSError: the command cannot be run.
+        """
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT, limit=1 << 20,
+        )  # fmt: skip
+        self._reader = asyncio.create_task(self._read())
+
+    @property
+    def ended(self) -> bool:
+        """Whether the child was started and has ended."""
+        return self._process is not None and self._process.returncode is not None
+
+    async def wait(self) -> int:
+        """Wait for the child's end; its exit status."""
+        if self._process is None:
+            raise RuntimeError("the engine was not started")
+        return await self._process.wait()
+
+    async def stop(self) -> None:
+        """Ask the child to end, and end it after a grace period."""
+        process, reader = self._process, self._reader
+        if process is None or reader is None:
+            return
+        if process.returncode is None:
+            process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), STOP_GRACE_S)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+        await asyncio.wait([reader], timeout=1)
+        reader.cancel()
+
+    async def _read(self) -> None:
+        if self._process is None or self._process.stdout is None:
+            return
+        stdout = self._process.stdout
+        while True:
+            try:
+                line = await stdout.readuntil(b"\n")
+            except asyncio.IncompleteReadError as end:
+                line = end.partial
+            except asyncio.LimitOverrunError as over:
+                line = await stdout.readexactly(over.consumed)
+            if not line:
+                return
+            sys.stderr.buffer.write(line)
+            sys.stderr.flush()
+            self._log.feed([line.decode("utf-8", "replace")])
