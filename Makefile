@@ -22,10 +22,10 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 	@touch $@
 
 run: $(VENV)/run.stamp  ## Start a gate: in front of UPSTREAM=http://host:port, or of a real llama.cpp server of its own
-	@$(BIN)/python -m kvgate.lab.quickstart $(if $(UPSTREAM),--upstream $(UPSTREAM))
+	@$(BIN)/python -m kvgate.cli.quickstart $(if $(UPSTREAM),--upstream $(UPSTREAM))
 
 demo: $(VENV)/run.stamp  ## In a minute, side by side: what a bare engine does to three tenants, and what kvgate does
-	@$(BIN)/python -m kvgate.lab.demo
+	@$(BIN)/python -m kvgate.cli.demo
 
 test: check  ## Run everything that CI runs
 
@@ -44,7 +44,7 @@ e2e: $(VENV)/dev.stamp
 	@$(BIN)/python -m pytest tests/e2e
 
 docs: $(VENV)/dev.stamp  ## Write docs/reference.md anew from the code
-	@$(BIN)/python -m kvgate.lab.reference > docs/reference.md
+	@$(BIN)/python -m kvgate.cli.reference > docs/reference.md
 
 clean:  ## Remove what the other targets made
 	@rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

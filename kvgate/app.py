@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
-from redis.asyncio import Redis
 
 from kvgate.admin.listener import admin_app
 from kvgate.core.profile import KvSettings, Source, Topology
@@ -26,6 +25,7 @@ from kvgate.metrics import Metrics
 from kvgate.ports import LineFailed, Refused
 from kvgate.settings import BadSettings, load_tenants
 from kvgate.startup import Child, LogFile
+from kvgate.store.client import connect
 from kvgate.store.embedded import EmbeddedValkey
 from kvgate.store.errors import StoreUnavailable
 from kvgate.store.local_ledger import LocalLedger
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvgate.app")
 
 ENGINE_POLL_S = 1.0
+STORE_TIMEOUT_S = 5.0
 DRAIN_POLL_S = 0.1
 TENANTS_FILE_POLL_S = 0.5
 FIRST_LOOK_S = 300.0
@@ -226,15 +227,19 @@ class App:
             self.stop()
 
     async def _watch_tenants_file(self, tenants: ValkeyTenants) -> None:
-        """Apply the tenants file again when it changes, and on SIGHUP; a bad one leaves the last in force."""
+        """Apply the tenants file again when it changes, on SIGHUP, and when the store comes back.
+
+        A store may come back empty. A file that cannot be applied leaves the last one in force.
+        """
         path = self._settings.tenants
-        seen = _mtime(path)
+        seen, stale = _mtime(path), False
         while True:
+            was_stale, stale = stale, tenants.stale_since is not None
             try:
                 async with asyncio.timeout(TENANTS_FILE_POLL_S):
                     await self._reload.wait()
             except TimeoutError:
-                if _mtime(path) == seen:
+                if _mtime(path) == seen and not (was_stale and not stale):
                     continue
             self._reload.clear()
             seen = _mtime(path)
@@ -296,10 +301,13 @@ class App:
                 stack.push_async_callback(embedded.stop)
                 url = embedded.url
                 await self._run_beside(stack, [embedded.supervise()])
-            client = Redis.from_url(url, socket_timeout=2.0, socket_connect_timeout=2.0)
+            client = connect(url)
             stack.push_async_callback(client.aclose)
             tenants = ValkeyTenants(client)
-            await tenants.refresh()
+            async with asyncio.timeout(STORE_TIMEOUT_S):
+                await tenants.refresh()
+        except TimeoutError:
+            raise CannotStart(f"the store did not answer within {STORE_TIMEOUT_S:g} s") from None
         except (StoreUnavailable, ValueError) as error:
             raise CannotStart(f"the store is not to be had: {error}") from None
         await self._apply_tenants(tenants)
@@ -311,12 +319,19 @@ class App:
             declared = {} if path is None else load_tenants(path)
             sections = {name: DeclaredTenant(tenant, keys) for name, (tenant, keys) in declared.items()}
             if path is not None:
-                applied = await tenants.apply(sections, source=str(path.resolve()))
+                async with asyncio.timeout(STORE_TIMEOUT_S):
+                    applied = await tenants.apply(
+                        sections, source=self._settings.tenants_owner or str(path.resolve())
+                    )
                 log.info(
                     "tenants applied",
                     extra={"file": str(path), "changed": applied.added + applied.changed, "removed": applied.removed},
                 )
-        except (BadSettings, TenantsConflict, StoreUnavailable) as error:
+        except TimeoutError:
+            raise CannotStart(f"the store did not answer within {STORE_TIMEOUT_S:g} s") from None
+        except TenantsConflict as error:
+            raise CannotStart(f"{error}. Where the file has moved, set tenants_owner to the old path") from None
+        except (BadSettings, StoreUnavailable) as error:
             raise CannotStart(str(error)) from None
         anonymous = self._settings.anonymous_tenant
         if anonymous is not None and tenants.by_name(anonymous) is None:

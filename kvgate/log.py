@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from kvgate.ports import RequestRecord
@@ -33,9 +33,9 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def start_logging(level: int = logging.INFO) -> None:
-    """Log to standard error from here on."""
-    handler = logging.StreamHandler(sys.stderr)
+def start_logging(level: int = logging.INFO, to: TextIO | None = None) -> None:
+    """Log from here on, to standard error unless another stream is given."""
+    handler = logging.StreamHandler(to or sys.stderr)
     handler.setFormatter(JsonLines())
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -70,7 +70,8 @@ class RequestLog:
             "used_prompt_tokens": None if usage is None else usage.prompt_tokens,
             "used_output_tokens": None if usage is None else usage.output_tokens,
             "cached_tokens": None if usage is None else usage.cached_tokens,
-            "hung_up": record.hung_up,
+            "hung_up": record.hung_up or None,
+            "detail": record.detail or None,
         }
         _log.info("request", extra={name: value for name, value in fields.items() if value is not None})
         if record.reuse_violation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -24,6 +24,15 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
+class Described(NamedTuple):
+    """A metric as the reference shows it."""
+
+    name: str
+    type: str
+    labels: tuple[str, ...]
+    meaning: str
+
+
 class Metrics:
     """Counters of what happened, and gauges read from the ledger at each scrape; implements `ports.Observer`.
 
@@ -32,55 +41,48 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._requests = Counter(
+        self._states: list[_State] = []
+        self._counted: list[Described] = []
+        self._requests = self._counter(
             "kvgate_requests",
             "Requests by how they ended; reason is empty for what was served as asked.",
             ("tenant", "dialect", "verdict", "reason", "status"),
-            registry=self.registry,
         )
-        self._tokens = Counter(
+        self._tokens = self._counter(
             "kvgate_tokens",
             "Tokens by the engine's own usage: prompt, output (all sequences), cached (part of prompt).",
             ("tenant", "kind"),
-            registry=self.registry,
         )
-        self._duration = Histogram(
-            "kvgate_request_seconds",
-            "Seconds from a request's head to the end of its answer.",
-            ("dialect", "stream"),
-            buckets=_SECONDS,
-            registry=self.registry,
+        self._duration = self._histogram(
+            "kvgate_request_seconds", "Seconds from a request's head to the end of its answer.", ("dialect", "stream")
         )
-        self._queued = Histogram(
-            "kvgate_queue_seconds",
-            "Seconds that admitted requests waited for slots and KV tokens.",
-            ("tenant",),
-            buckets=_SECONDS,
-            registry=self.registry,
+        self._queued = self._histogram(
+            "kvgate_queue_seconds", "Seconds that admitted requests waited for slots and KV tokens.", ("tenant",)
         )
-        self._hangups = Counter(
-            "kvgate_hangups",
-            "Requests whose client left before the answer was complete.",
-            ("tenant",),
-            registry=self.registry,
+        self._hangups = self._counter(
+            "kvgate_hangups", "Requests whose client left before the answer was complete.", ("tenant",)
         )
-        self._drift = Counter(
+        self._drift = self._counter(
             "kvgate_count_drift",
             "Answers whose prompt size by the engine's usage differs from what was counted. Must stay 0.",
             ("dialect",),
-            registry=self.registry,
         )
-        self._reuse_violations = Counter(
+        self._reuse_violations = self._counter(
             "kvgate_reuse_violations",
             "Answers that reused a KV prefix although reuse was off. Must stay 0.",
             ("tenant",),
-            registry=self.registry,
         )
-        self._engine_changes = Counter(
-            "kvgate_engine_changes",
-            "Times the engine's profile changed after it was first seen.",
-            registry=self.registry,
+        self._engine_changes = self._counter(
+            "kvgate_engine_changes", "Times the engine's profile changed after it was first seen.", ()
         )
+
+    def _counter(self, name: str, meaning: str, labels: tuple[str, ...]) -> Counter:
+        self._counted.append(Described(f"{name}_total", "counter", labels, meaning))
+        return Counter(name, meaning, labels, registry=self.registry)
+
+    def _histogram(self, name: str, meaning: str, labels: tuple[str, ...]) -> Histogram:
+        self._counted.append(Described(name, "histogram", labels, meaning))
+        return Histogram(name, meaning, labels, registry=self.registry, buckets=_SECONDS)
 
     def request(self, record: RequestRecord) -> None:
         """Count one request."""
@@ -111,7 +113,17 @@ class Metrics:
         connections: Callable[[], int],
     ) -> None:
         """Read these at each scrape."""
-        self.registry.register(_State(profile, ledger, ready, connections))
+        state = _State(profile, ledger, ready, connections)
+        self._states.append(state)
+        self.registry.register(state)
+
+    def described(self) -> Iterator[Described]:
+        """Every metric as it is scraped; gauges only while there is an engine to watch."""
+        yield from self._counted
+        for state in self._states:
+            for gauge in state.collect():
+                labels = tuple(gauge.samples[0].labels) if gauge.samples else ("tenant",)
+                yield Described(gauge.name, gauge.type, labels, gauge.documentation)
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""

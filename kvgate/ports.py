@@ -224,6 +224,7 @@ class RequestRecord:
     usage: Usage | None = None
     hung_up: bool = False
     reuse_violation: bool = False
+    detail: str = ""
 
     @property
     def count_drift_tokens(self) -> int | None:

@@ -34,10 +34,14 @@ class Client(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Relayed:
-    """How an exchange went: the status the client saw, and what went wrong, if anything did."""
+    """How an exchange went: the status the client saw, and what went wrong, if anything did.
+
+    `detail` says what broke, for the operator's log; it is kvgate's own wording, never the engine's.
+    """
 
     status: int
     failure: Refusal | None = None
+    detail: str = ""
 
 
 async def relay(
@@ -55,8 +59,8 @@ async def relay(
     admitted.start()
     try:
         head = await line.send("POST", path, {"Content-Type": "application/json"}, admitted.body)  # 1
-    except LineFailed:
-        return await _refuse(Reason.ENGINE_FAILED, dialect, client, headers)
+    except LineFailed as failed:
+        return await _refuse(Reason.ENGINE_FAILED, dialect, client, headers, f"before the head: {failed}")
     admitted.answered()
     if head.status == 200 and (head.get("content-type") or "").startswith("text/event-stream"):
         return await _stream(admitted, dialect, client, {**_passed_on(head), **headers})  # 2
@@ -67,13 +71,13 @@ async def _stream(admitted: Admitted, dialect: Dialect, client: Client, headers:
     await client.begin(200, headers)
     tap = dialect.tap(admitted.request)
     splitter = EventSplitter()
-    broken = False
+    broken = ""
     try:
         while data := await admitted.line.read():
             if out := b"".join([tap.take(event) for event in splitter.feed(data)]):
                 await client.write(out)
-    except (LineFailed, EventTooLarge):
-        broken = True
+    except (LineFailed, EventTooLarge) as failed:
+        broken = str(failed)
     finally:
         admitted.receipt.usage = tap.usage
     if tap.failure is None and tap.ended and not broken:
@@ -81,7 +85,7 @@ async def _stream(admitted: Admitted, dialect: Dialect, client: Client, headers:
         return Relayed(200)
     failure = refusal(tap.failure or Reason.ENGINE_FAILED)
     await client.write(dialect.refuse_in_stream(failure))
-    return Relayed(200, failure)
+    return Relayed(200, failure, broken or "the stream had no end marker")
 
 
 async def _whole(
@@ -92,10 +96,10 @@ async def _whole(
         while data := await admitted.line.read():
             total += len(data)
             if total > ANSWER_BYTES_MAX:
-                return await _refuse(Reason.ENGINE_FAILED, dialect, client, headers)
+                return await _refuse(Reason.ENGINE_FAILED, dialect, client, headers, "the answer is too large")
             parts.append(data)
-    except LineFailed:
-        return await _refuse(Reason.ENGINE_FAILED, dialect, client, headers)
+    except LineFailed as failed:
+        return await _refuse(Reason.ENGINE_FAILED, dialect, client, headers, f"in mid-answer: {failed}")
     body = b"".join(parts)
     admitted.receipt.ended = True
     admitted.receipt.usage = dialect.usage(body)
@@ -105,11 +109,13 @@ async def _whole(
     return Relayed(head.status)
 
 
-async def _refuse(reason: Reason, dialect: Dialect, client: Client, headers: Mapping[str, str]) -> Relayed:
+async def _refuse(
+    reason: Reason, dialect: Dialect, client: Client, headers: Mapping[str, str], detail: str = ""
+) -> Relayed:
     failure = refusal(reason)
     told = {**headers, "Content-Type": "application/json", "x-kvgate-reason": reason.label}
     await client.whole(reason.status, told, dialect.refuse(failure))
-    return Relayed(reason.status, failure)
+    return Relayed(reason.status, failure, detail)
 
 
 PASSED_ON = ("content-type", "cache-control", "x-accel-buffering")

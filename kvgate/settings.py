@@ -104,6 +104,11 @@ class Settings(BaseSettings):
         "127.0.0.1:8601", description="HOST:PORT for the operator: health, metrics, status."
     )
     tenants: Path | None = Field(None, description="The tenants file.")
+    tenants_owner: str | None = Field(
+        None,
+        description="The name under which the file owns its tenants in the store; default: its path. Gates that "
+        "share a store and have the same file at different paths set the same name.",
+    )
     anonymous_tenant: str | None = Field(
         None, description="The tenant that requests without any key belong to; none refuses them."
     )

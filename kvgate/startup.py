@@ -8,6 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from kvgate import die_with_parent
 from kvgate.core.startup_log import LINE_CHARS_MAX, StartupLog
 
 if TYPE_CHECKING:
@@ -77,10 +78,16 @@ class Child:
         Raises:
             OSError: the command cannot be run.
         """
+        # A session of its own: a Ctrl-C is for the gate, which still needs its engine to drain.
         self._process = await asyncio.create_subprocess_exec(
-            *self._command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT, limit=1 << 20,
-        )  # fmt: skip
+            *[sys.executable, "-I", "-S", die_with_parent.__file__],
+            *self._command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            limit=1 << 20,
+            start_new_session=True,
+        )
         self._reader = asyncio.create_task(self._read())
 
     @property

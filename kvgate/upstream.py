@@ -54,6 +54,7 @@ class Connection(asyncio.Protocol):
         self._paused = False
         self._headers: list[tuple[str, str]] = []
         self._head_bytes = 0
+        self._headless_bytes = 0
         self._status = 0
         self._complete = True
         self._keep_alive = True
@@ -87,7 +88,7 @@ class Connection(asyncio.Protocol):
         if self._lost is not None or self._transport is None:
             raise LineFailed(self._lost or "not connected", sent=False)
         self._parser = httptools.HttpResponseParser(self)
-        self._complete, self._status, self._head_bytes = False, 0, 0
+        self._complete, self._status, self._head_bytes, self._headless_bytes = False, 0, 0, 0
         self._headers = []
         self._head = self._loop.create_future()
         lines = [f"{method} {self._upstream.prefix}{path} HTTP/1.1", f"Host: {self._upstream.authority}"]
@@ -142,6 +143,7 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """Close without waiting for anything: the engine sees a hang-up and cancels its work."""
         self.keep(None)
+        self._lost = self._lost or "closed by kvgate"  # else an answer without a length would seem to end here
         if self._transport is not None:
             self._transport.abort()
 
@@ -164,8 +166,12 @@ class Connection(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(f"the engine's answer is not HTTP ({type(error).__name__})")
+        if not self._status:
+            self._headless_bytes += len(data)
+            if self._headless_bytes > HEAD_BYTES_MAX:  # one header line without an end, or 1xx without an end
+                self._fail("the head of an answer is too large")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The socket is gone."""
@@ -173,11 +179,16 @@ class Connection(asyncio.Protocol):
         until_close = self._status and not any(
             name in {"content-length", "transfer-encoding"} for name, _ in self._headers
         )
-        if not self._complete and until_close and exc is None:
+        if not self._complete and until_close and exc is None and self._lost is None:
             self._finish()
         self._fail("the engine closed the connection" if exc is None else type(exc).__name__)
 
     # -- httptools callbacks
+
+    def on_message_begin(self) -> None:
+        """An answer begins; none may follow the one that was asked for."""
+        if self._complete:
+            raise LineFailed("the engine sent two answers to one request", sent=True)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header of the answer."""
@@ -191,7 +202,10 @@ class Connection(asyncio.Protocol):
         status = int(self._parser.get_status_code())
         if status >= 200:
             self._status = status
-            self._keep_alive = bool(self._parser.should_keep_alive())
+            # llama-server closes the connection behind an event stream without a word of it in the head: a
+            # request sent on it in that moment would be lost.
+            streamed = any(value.startswith("text/event-stream") for _, value in self._headers)
+            self._keep_alive = bool(self._parser.should_keep_alive()) and not streamed
             if self._head is not None and not self._head.done():
                 self._head.set_result(Head(status, tuple(self._headers)))
 
@@ -289,6 +303,14 @@ class Upstream:
         return await self._connect()
 
     async def _connect(self) -> Connection:
+        """A new connection; a second one where the hello used the first up (llama-server closes behind a 501)."""
+        connection = await self._introduced()
+        if connection.usable:
+            return connection
+        connection.close()
+        return await self._introduced()
+
+    async def _introduced(self) -> Connection:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, connection = await self._loop.create_connection(

@@ -40,6 +40,23 @@ SERVER: Final = "kvgate"
 
 KEEPALIVE_S: Final = 75.0
 
+HEADERS: Final = {
+    "x-request-id": "The request's id in the log: the client's own where it looks like one, else minted.",
+    "x-kvgate-verdict": "`admit`, `clamp` or `reject`.",
+    "x-kvgate-reason": "Why it was refused, or clamped: a label of the table of reasons.",
+    "x-kvgate-prompt-tokens": "Tokens of the prompt, counted before anything was sent.",
+    "x-kvgate-count": "How they were counted: `engine`, by the engine's own counter.",
+    "x-kvgate-output-limit": "Tokens of output that the engine was told to stop at.",
+    "x-kvgate-usable-generation": "Tokens of output that fit beside this prompt.",
+    "x-kvgate-n-ctx-slot": "Tokens that one sequence may hold on this engine.",
+    "x-kvgate-kv-type": "Precision of the KV cache, `unknown` where no startup log told it.",
+    "x-kvgate-engine-build": "The engine's own name for its build.",
+    "x-kvgate-reuse": "What prefix reuse the request had: `off`.",
+    "x-kvgate-queue-ms": "Milliseconds that it waited for room.",
+    "retry-after": "Whole seconds, 1 to 60, after which trying again can help (429 and 503).",
+}
+"""Every header that kvgate itself adds, with its meaning; the reference is made of it."""
+
 BODY_ENCODINGS: Final = frozenset({"", "identity", "gzip", "deflate", "br"})
 
 
@@ -66,6 +83,7 @@ class _Exchange:
     outcome: Admitted | Rejected | None = None
     refusal: Refusal | None = None
     hung_up: bool = False
+    detail: str = ""
 
 
 class Front:
@@ -183,7 +201,7 @@ class Front:
             headers = {**verdict_headers(outcome), "x-request-id": exchange.request_id, "server": SERVER}
             client = _Client(request, self._settings.write_timeout_s, exchange)
             relayed = await relay(outcome, exchange.dialect, engine_path, client, headers)
-            exchange.status, exchange.refusal = relayed.status, relayed.failure
+            exchange.status, exchange.refusal, exchange.detail = relayed.status, relayed.failure, relayed.detail
         return client.response
 
     # -- who asks
@@ -280,6 +298,7 @@ class Front:
             reason=exchange.refusal.reason.label if exchange.refusal else "",
             duration_s=self._clock() - exchange.started_s,
             hung_up=exchange.hung_up,
+            detail=exchange.detail,
         )
         outcome = exchange.outcome
         if outcome is None:

@@ -349,7 +349,7 @@ class Ledger:
            next look.
         """
         since, handed = held.draining_since_s, held.handed_over_at_s
-        if since is None or handed is None or seen.asked_at_s < since:  # 1
+        if since is None or handed is None or seen.asked_at_s <= since:  # 1
             return False
         certain = held.answered_at_s is not None
         if not certain and seen.asked_at_s < handed + HANDOVER_S:
@@ -389,8 +389,8 @@ class Ledger:
             for held in self._held.values()
             if held.draining_since_s is None
             and held.answered_at_s is not None
-            and held.answered_at_s <= left.asked_at_s
+            and held.answered_at_s < left.asked_at_s
             and left.output_tokens in {None, held.reservation.size.output_tokens}
         ]
-        older = sum(answered_at_s <= left.suspected_at_s for answered_at_s in answers)
+        older = sum(answered_at_s < left.suspected_at_s for answered_at_s in answers)
         return older + max(len(answers) - older - left.newer, 0)

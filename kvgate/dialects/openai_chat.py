@@ -21,10 +21,13 @@ OUTPUT_FIELDS: Final = ("n_predict", "max_completion_tokens", "max_tokens")
 """The names of the output limit; of those that set one, the first wins (llama.cpp, whatever the key order).
 
 What a value means, measured on llama.cpp: missing, null, -1: no limit; 0: one token; true and false: 1 and 0;
-3.7: 3; below -1, or not a number: refused. One difference is deliberate: for llama.cpp `n_predict: -1` beats
-`max_tokens: 4` and the answer is unlimited (llama.cpp issue 19831); here a name without a limit beats nothing.
+3.7: 3; below -1, or not a number: refused. Two differences are deliberate: for llama.cpp `n_predict: -1` beats
+`max_tokens: 4` and the answer is unlimited (llama.cpp issue 19831), here a name without a limit beats nothing;
+and what is above llama.cpp's range, which it refuses, is `OUTPUT_TOKENS_MAX`, so that a tenant may be clamped.
 The winner is sent on as `max_tokens`, the other names are removed.
 """
+
+OUTPUT_TOKENS_MAX: Final = 2**31 - 1
 
 CANONICAL_FIELD: Final = "max_tokens"
 
@@ -88,7 +91,7 @@ class OpenAiChat:
 
     def refuse(self, refusal: Refusal) -> bytes:
         """OpenAI's error envelope."""
-        return json.dumps(_envelope(refusal)).encode()
+        return json.dumps(_envelope(refusal)).encode() + b"\n"
 
     def refuse_in_stream(self, refusal: Refusal) -> bytes:
         """An error event, then the end marker: SDKs raise on the first and stop at the second."""
@@ -108,7 +111,9 @@ class ChatTap:
         self.failure: Reason | None = None
 
     def take(self, event: bytes) -> bytes:
-        """Look at one event; only those that can matter are parsed."""
+        """Look at one event; only those that can matter are parsed. Nothing passes behind an error."""
+        if self.failure is not None:
+            return b""
         if event.startswith(b"data: [DONE]"):
             self.ended = True
         elif b'"usage"' in event:
@@ -136,7 +141,7 @@ def _parsed(event: bytes) -> Any:
 
 def _is_error(event: bytes) -> bool:
     chunk = _parsed(event)
-    return isinstance(chunk, dict) and "error" in chunk
+    return isinstance(chunk, dict) and chunk.get("error") is not None
 
 
 def _usage(answer: Any) -> Usage | None:
@@ -197,7 +202,7 @@ def _limit(field: str, value: Any) -> int:
     limit = math.trunc(value)
     if limit < -1:
         raise _malformed(f"'{field}' must be -1 or more", field)
-    return limit
+    return min(limit, OUTPUT_TOKENS_MAX)
 
 
 def _sequences(document: JsonObject) -> int:

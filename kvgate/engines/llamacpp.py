@@ -133,12 +133,15 @@ class LlamaCpp:
         """Why the engine as it was last seen may not serve, if it may not."""
         if self._profile is None or not self.is_undersized or not self._settings.undersized_refused:
             return None
-        figures = {
-            "n_ctx_slot": self._profile.n_ctx_slot.value,
-            "context_tokens_min": self._settings.context_tokens_min or 0,
-        }
+        found, least = self._profile.n_ctx_slot.value, self._settings.context_tokens_min or 0
         return Refused(
-            refusal(Reason.ENGINE_UNDERSIZED, figures=tuple(figures.items()), retry_after_s=60, **figures)
+            refusal(
+                Reason.ENGINE_UNDERSIZED,
+                figures=(("n_ctx_slot", found), ("context_tokens_min", least)),
+                retry_after_s=60,
+                n_ctx_slot=found,
+                context_tokens_min=least,
+            )
         )
 
     async def open(self) -> Connection:
@@ -291,7 +294,9 @@ def _profile(
         n_params=_positive(meta.get("n_params")),
         n_vocab=_positive(meta.get("n_vocab")),
         n_ctx_train=_positive(meta.get("n_ctx_train")),
-        chat_template_sha256=hashlib.sha256(template.encode()).hexdigest() if template else None,
+        chat_template_sha256=(
+            hashlib.sha256(template.encode("utf-8", "surrogatepass")).hexdigest() if template else None
+        ),
         kv_type_k=Fact(facts.kv_type_k, Source.LOG) if facts and facts.kv_type_k else None,
         kv_type_v=Fact(facts.kv_type_v, Source.LOG) if facts and facts.kv_type_v else None,
         slots_visible=slots is not None,
@@ -312,7 +317,8 @@ def _model_entry(models: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     """The names under which the engine serves its model, and the model's figures."""
     data = models.get("data") if isinstance(models, dict) else None
     entry = data[0] if isinstance(data, list) and data and isinstance(data[0], dict) else {}
-    names = [entry.get("id"), *(entry.get("aliases") or ())]
+    aliases = entry.get("aliases")
+    names = [entry.get("id"), *(aliases if isinstance(aliases, list) else ())]
     meta = entry.get("meta")
     unique = dict.fromkeys(name for name in names if isinstance(name, str))
     return tuple(unique), meta if isinstance(meta, dict) else {}

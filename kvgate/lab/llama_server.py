@@ -12,7 +12,7 @@ from argparse import ArgumentTypeError, BooleanOptionalAction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from kvgate.store.die_with_parent import die_with_parent
+from kvgate.die_with_parent import die_with_parent
 
 try:
     import xllamacpp

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from urllib.parse import quote
 
-from kvgate.store import die_with_parent
+from kvgate import die_with_parent
 from kvgate.store.errors import StoreUnavailable
 
 try:

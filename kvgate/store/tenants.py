@@ -61,10 +61,10 @@ class ValkeyTenants:
     """The tenants as the store has them; every lookup is answered from the latest snapshot.
 
     Args:
-        client: of the store; its owner closes it.
+        client: made by `store.client.connect`; its owner closes it.
         prefix: what the three keys begin with. On a cluster they must hash alike: give it a hash tag, `{kvgate}`.
         clock: what `stale_since` is told in.
-        timeout_s: for one look at the store by `watch`.
+        timeout_s: for one step at the store.
     """
 
     def __init__(
@@ -110,7 +110,8 @@ class ValkeyTenants:
         """
         payload = json.dumps([_declaration(name, one, source) for name, one in declared.items()])
         with store_errors("applying tenants"):
-            answer = [_text(part) for part in await self._apply(keys=self._keys, args=(source, payload))]
+            async with asyncio.timeout(self._timeout_s):
+                answer = [_text(part) for part in await self._apply(keys=self._keys, args=(source, payload))]
         match answer:
             case ["ok", *counts]:
                 await self.refresh()
@@ -132,12 +133,13 @@ class ValkeyTenants:
         """
         tenants_key, keys_key, version_key = self._keys
         with store_errors("reading the tenants"):
-            if self._version is not None and int(await self._client.get(version_key) or 0) == self._version:
-                self._seen()
-                return False
-            async with self._client.pipeline(transaction=True) as pipe:
-                pipe.get(version_key).hgetall(tenants_key).hgetall(keys_key)
-                version, records, names = await pipe.execute()
+            async with asyncio.timeout(self._timeout_s):
+                if self._version is not None and int(await self._client.get(version_key) or 0) == self._version:
+                    self._seen()
+                    return False
+                async with self._client.pipeline(transaction=True) as pipe:
+                    pipe.get(version_key).hgetall(tenants_key).hgetall(keys_key)
+                    version, records, names = await pipe.execute()
         self._snapshot = _snapshot(_texts(records), _texts(names))
         self._version = int(version or 0)
         self._seen()
@@ -151,13 +153,12 @@ class ValkeyTenants:
         """
         while True:
             try:
-                async with asyncio.timeout(self._timeout_s):
-                    await self.refresh()
-            except (StoreUnavailable, TimeoutError) as problem:
+                await self.refresh()
+            except StoreUnavailable as problem:
                 self._version = None
                 if self.stale_since is None:
                     self.stale_since = self._seen_at
-                    _log.warning("store out, tenants stay as last seen", extra={"problem": str(problem) or "timeout"})
+                    _log.warning("store out, tenants stay as last seen", extra={"problem": str(problem)})
             await asyncio.sleep(interval_s)
 
     def _seen(self) -> None:

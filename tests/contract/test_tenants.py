@@ -13,11 +13,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import redis.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgate.core.tenant import Limits, OnOverflow, Quota, Tenant
+from kvgate.store.client import connect
 from kvgate.store.embedded import EmbeddedValkey, server_binaries
 from kvgate.store.errors import StoreUnavailable
 from kvgate.store.tenants import (
@@ -59,7 +59,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 
 @pytest.fixture
 async def client(store: EmbeddedValkey) -> AsyncIterator[Any]:
-    connection = redis.asyncio.from_url(store.url)
+    connection = connect(store.url)
     yield connection
     await connection.aclose()
 
@@ -72,7 +72,7 @@ def tenants(client: Any) -> ValkeyTenants:
 @pytest.fixture
 async def watched(store: EmbeddedValkey) -> AsyncIterator[ValkeyTenants]:
     """Another gate's view, kept current as a gate keeps it."""
-    connection = redis.asyncio.from_url(store.url, decode_responses=True)
+    connection = connect(store.url)
     view = ValkeyTenants(connection)
     watch = asyncio.create_task(view.watch())
     yield view
@@ -234,7 +234,7 @@ async def test_nobody_sees_half_an_apply(tenants: ValkeyTenants, store: Embedded
     seen = set()
 
     async def look() -> None:
-        async with redis.asyncio.from_url(store.url) as connection:
+        async with connect(store.url) as connection:
             view = ValkeyTenants(connection)
             while True:
                 if await view.refresh():
@@ -279,6 +279,23 @@ async def test_two_prefixes_are_two_worlds(tenants: ValkeyTenants, client: Any) 
     await other.apply(declare(b="1"), "other.toml")
     assert tenants.by_key(sha("1")) == Tenant("a")
     assert other.by_key(sha("1")) == Tenant("b")
+
+
+async def test_a_cancellation_is_never_lost(tenants: ValkeyTenants) -> None:
+    """Wherever in a command it comes (with a socket timeout, Python 3.11 loses most of them)."""
+
+    async def look_for_ever() -> None:
+        while True:
+            await tenants.refresh()
+
+    for steps in range(200):
+        looking = asyncio.create_task(look_for_ever())
+        for _ in range(steps % 40):
+            await asyncio.sleep(0)
+        looking.cancel()
+        _, running = await asyncio.wait([looking], timeout=5)
+        assert not running
+    assert await tenants.apply(declare(a="1"), FILE) == Applied(1, 1, 0, 0)
 
 
 async def test_a_store_that_is_not_there_is_said_to_be(tenants: ValkeyTenants, store: EmbeddedValkey) -> None:

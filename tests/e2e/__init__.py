@@ -1,0 +1,1 @@
+"""Tests on the real engine, of every promise in the README."""

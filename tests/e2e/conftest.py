@@ -82,6 +82,14 @@ class RunningGate:
                 raise AssertionError(f"still held after {timeout_s} s: {status}")
             time.sleep(0.05)
 
+    def wait_until_running(self, timeout_s: float = 30) -> None:
+        """Return once something runs."""
+        deadline = time.monotonic() + timeout_s
+        while not (self.status()["ledger"] or {}).get("running"):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"nothing runs after {timeout_s} s")
+            time.sleep(0.02)
+
     def stop(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 40) -> int:
         if self.process.poll() is None:
             self.process.send_signal(number)
@@ -135,7 +143,8 @@ def start_engine(started: _Started, model: Path) -> StartEngine:
     """Starts a real llama.cpp server with the given llama-server flags; stopped after the module."""
 
     def start(*flags: str) -> EngineProcess:
-        engine = EngineProcess(["-m", str(model), *flags], log_path=started.fresh("engine") / "engine.log")
+        # One thread: two that wait for each other crawl when a shared machine takes one of them away.
+        engine = EngineProcess(["-m", str(model), "-t", "1", *flags], log_path=started.fresh("engine") / "engine.log")
         started.stack.enter_context(engine)
         return engine
 

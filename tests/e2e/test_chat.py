@@ -272,7 +272,7 @@ async def test_reuse_is_off_on_an_engine_whose_default_is_on(
 
 
 async def test_several_answers_are_sized_and_counted(engine: EngineProcess, gate: RunningGate) -> None:
-    """n answers hold n sequences; more than there are slots are refused with the number that can run."""
+    """N answers hold n sequences; more than there are slots are refused with the number that can run."""
     answer = await post(gate.url, chat(n=2, max_tokens=4, ignore_eos=True))
     assert answer.status == 200
     assert len(answer.json["choices"]) == 2
@@ -288,7 +288,8 @@ async def test_unknown_fields_and_numbers_reach_the_engine_as_they_came(
     """Outside the few judged fields every byte's meaning stays: order, number spelling, unknown fields."""
     raw = (
         b'{ "x_unknown": {"b": 1.0, "a": 1e2, "big": 123456789012345678901234567890},\n'
-        b'  "messages": [{"role":"user","content":"hi \\u00e9 \\ud83d\\ude00"}], "temperature": 0.10, "max_tokens": 2 }'
+        b'  "messages": [{"role":"user","content":"hi \\u00e9 \\ud83d\\ude00"}],'
+        b' "temperature": 0.10, "max_tokens": 2 }'
     )
     recorder.bodies()
     assert (await post(gate.url, raw)).status == 200

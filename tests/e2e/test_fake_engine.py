@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import pytest
 
@@ -15,9 +15,6 @@ from kvgate.lab.engine_process import EngineProcess
 from kvgate.lab.fetch import fetch_model
 from tests.e2e.ports import free_port
 from tests.fake_engine import CHAT, COUNTER, REQUESTS_PER_CONNECTION, FakeEngine, error_event
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.engine
 
@@ -52,7 +49,7 @@ class Socket:
     def __init__(self, url: str) -> None:
         self._port = int(url.rpartition(":")[2])
 
-    async def __aenter__(self) -> Socket:
+    async def __aenter__(self) -> Self:
         self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
         return self
 
@@ -133,13 +130,11 @@ async def test_what_it_says_of_itself(url: str) -> None:
     assert (await ask(url, "GET", "/health")).json == {"status": "ok"}
 
 
-async def test_idle_slots_show_four_fields(url: str) -> None:
-    if "real" not in url:
-        found = (await ask(url, "GET", "/slots")).json
-        for at, slot in enumerate(found):
-            assert slot["id"] == at
-            assert (slot["n_ctx"], slot["speculative"], slot["is_processing"]) == (512, False, False)
-        assert len(found) == 2
+async def test_each_slot_tells_its_context_and_whether_it_works(url: str) -> None:
+    slots = (await ask(url, "GET", "/slots")).json
+    assert [slot["id"] for slot in slots] == [0, 1]
+    for slot in slots:
+        assert (slot["n_ctx"], slot["speculative"], slot["is_processing"]) == (512, False, False)
 
 
 async def test_a_good_answer_keeps_the_connection(url: str) -> None:
@@ -182,7 +177,7 @@ async def test_the_hundredth_answer_says_that_it_is_the_last(url: str) -> None:
     ],
 )
 async def test_whatever_is_refused_ends_the_connection(
-    url: str, method: str, path: str, body: Any, status: int, kind: str, says: str
+    url: str, *, method: str, path: str, body: Any, status: int, kind: str, says: str
 ) -> None:
     answer = await ask(url, method, path, body)
     assert answer.status == answer.json["error"]["code"] == status
@@ -263,14 +258,6 @@ async def test_usage_is_told_once_a_choice(url: str) -> None:
     assert answer["usage"]["completion_tokens"] == 3
 
 
-@dataclass
-class Second:
-    """Another engine, met while it was loading."""
-
-    url: str
-    loading: Wire
-
-
 @pytest.fixture(scope="module")
 def second_real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     arguments = ["-m", str(fetch_model()), "-c", "256", "-np", "2", "--kv-unified", "--no-slots"]
@@ -294,7 +281,7 @@ async def _met_loading(engine: EngineProcess) -> Wire:
 
 @pytest.mark.parametrize("kind", ["fake", "real"])
 async def test_loading_without_slots_and_out_of_cells(kind: str, second_real: EngineProcess) -> None:
-    """503 to all while the model loads; 501 at /slots; and the error event of a full pool, which no [DONE] follows."""
+    """503 to all while the model loads, 501 at /slots, and the error event of a full pool, without a [DONE]."""
     if kind == "real":
         loading = await _met_loading(second_real)
         await _check_odd_ends(second_real.url, loading)
@@ -315,7 +302,7 @@ async def _check_odd_ends(url: str, loading: Wire) -> None:
     assert (slots.status, slots.json["error"]["type"]) == (501, "not_supported_error")
     assert (slots.headers["connection"], slots.closed) == ("close", True)
     assert (await ask(url, "GET", "/props")).json["endpoint_slots"] is False
-    words = {"messages": [{"role": "user", "content": "word " * 70}], "ignore_eos": True, "stream": True}
+    words = {"messages": [{"role": "user", "content": "word " * 90}], "ignore_eos": True, "stream": True}
     both = await asyncio.gather(*(ask(url, "POST", CHAT, words) for _ in range(2)))
     for answer in both:
         assert answer.status == 200

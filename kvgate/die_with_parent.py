@@ -27,6 +27,6 @@ def die_with_parent(signal_number: int = signal.SIGTERM) -> None:
 if __name__ == "__main__":
     die_with_parent()
     try:
-        os.execv(sys.argv[1], sys.argv[1:])  # noqa: S606 - becoming that program is the purpose
+        os.execvp(sys.argv[1], sys.argv[1:])  # noqa: S606 - becoming that program is the purpose
     except OSError as problem:
         sys.exit(f"{sys.argv[1]} cannot be run: {problem}")

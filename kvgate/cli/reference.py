@@ -1,0 +1,99 @@
+"""Writes docs/reference.md from the code: settings, reasons, headers, metrics, output limits, commands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvgate.core.ledger import Ledger
+from kvgate.core.profile import EngineProfile, Fact, Source, Topology
+from kvgate.core.reason import Reason
+from kvgate.dialects.openai_chat import OUTPUT_FIELDS
+from kvgate.metrics import Metrics
+from kvgate.settings import described
+from kvgate.web import HEADERS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+
+def reference() -> str:
+    """The whole document."""
+    parts = [
+        "# Reference\n\nMade from the code by `make docs`; a test fails where the two differ.",
+        _section("Settings", _settings("")),
+        _section("Tenants file", _settings("tenant.NAME.")),
+        _section("Reasons", _reasons()),
+        _section("Headers", _headers()),
+        _section("Metrics", _metrics()),
+        _section("Output limits", _output_limits()),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(title: str, lines: Iterable[str]) -> str:
+    return "\n".join([f"## {title}\n", *lines])
+
+
+def _settings(prefix: str) -> Iterator[str]:
+    if prefix:
+        yield "`tenants.toml`, one section a tenant. Limits bound ONE request, Quota what is held at once.\n"
+    else:
+        yield (
+            "`kvgate.toml`, overridden by `KVGATE_*` variables (`engine.url` is `KVGATE_ENGINE__URL`), overridden by "
+            "flags.\nUnknown keys are errors.\n"
+        )
+    yield "| key | default | meaning |\n|---|---|---|"
+    for name, _, default, meaning in described():
+        if name.startswith("tenant.NAME.") == bool(prefix):
+            shown = "none" if default is None or default == () else f"`{getattr(default, 'value', default)}`"
+            yield f"| `{name.removeprefix(prefix)}` | {shown} | {meaning} |"
+
+
+def _reasons() -> Iterator[str]:
+    yield "The label is the `x-kvgate-reason` header and the metric label; the code is what clients act on.\n"
+    yield "| label | status | code | when, and what to do |\n|---|---|---|---|"
+    for reason in Reason:
+        row = reason.value
+        yield f"| `{row.label}` | {row.status} | `{row.code}` | {row.meaning} |"
+
+
+def _headers() -> Iterator[str]:
+    yield "| header | meaning |\n|---|---|"
+    for name, meaning in HEADERS.items():
+        yield f"| `{name}` | {meaning} |"
+
+
+def _metrics() -> Iterator[str]:
+    yield "On the operator's listener, `/metrics`. Labels hold declared tenants and the tables' own words alone.\n"
+    yield "| metric | type | labels | meaning |\n|---|---|---|---|"
+    metrics = Metrics()
+    profile = _sample_profile()
+    view = Ledger(profile.pool()).view()
+    metrics.watch(lambda: profile, lambda: view, lambda: True, lambda: 0)
+    for name, kind, labels, meaning in metrics.described():
+        yield f"| `{name}` | {kind} | {', '.join(labels)} | {meaning} |"
+
+
+def _output_limits() -> Iterator[str]:
+    fields = ", ".join(f"`{field}`" for field in OUTPUT_FIELDS)
+    yield f"`POST /v1/chat/completions` knows the limit as {fields}; of those that set one, the first wins.\n"
+    yield "| value | meaning |\n|---|---|"
+    yield "| missing, `null`, `-1` | no limit of its own: the tenant's `output_tokens_default`, or what fits of it |"
+    yield "| `0` | one token, as llama.cpp does |"
+    yield "| `true`, `false` | 1 and 0 |"
+    yield "| `3.7` | 3 |"
+    yield "| below -1, or not a number | refused, `malformed` |"
+    yield (
+        "\nThe engine always gets one positive limit, as `max_tokens`; the other names are removed. llama.cpp alone "
+        "would let\n`n_predict: -1` beat `max_tokens: 4` and answer without limit; here a name without a limit beats "
+        "nothing."
+    )
+
+
+def _sample_profile() -> EngineProfile:
+    one = Fact(1, Source.ASSUMED)
+    return EngineProfile("llamacpp", one, one, Fact(Topology.DIVIDED, Source.ASSUMED), one)
+
+
+if __name__ == "__main__":
+    print(reference(), end="")
