@@ -68,27 +68,23 @@ class JsonObject:
 
         Order, spacing, number spellings and unknown fields of the other members survive.
         """
-        put = edit.put
-        keep = [key for key in self.members if key in put or key not in edit.drop]
-        if len(keep) == len(self.members) and all(key in self.members for key in put):
-            return self._replaced(put)
-        parts = [self._spelled(key, put) for key in keep]
-        parts += [f"{json.dumps(key)}:{json.dumps(put[key])}" for key in put if key not in self.members]
-        return (self.text[: self.open_at + 1] + ",".join(parts) + self.text[self.close_at :]).encode()
-
-    def _spelled(self, key: str, put: Mapping[str, Any]) -> str:
-        member = self.members[key]
-        if key in put:
-            return self.text[member.key_start : member.value_start] + json.dumps(put[key])
-        return self.text[member.key_start : member.value_end]
-
-    def _replaced(self, put: Mapping[str, Any]) -> bytes:
-        parts, at = [], 0
+        put, drop = edit.put, edit.drop
+        parts: list[str] = []
+        before = self.open_at + 1
         for key, member in self.members.items():
-            if key in put:
-                parts += [self.text[at : member.value_start], json.dumps(put[key])]
-                at = member.value_end
-        return "".join([*parts, self.text[at:]]).encode()
+            if key in put or key not in drop:
+                # The first that stays brings no comma along: what stood before it is gone.
+                gap = self.text[before : member.key_start]
+                parts.append(gap if parts else gap.lstrip(", \t\n\r"))
+                if key in put:
+                    parts += [self.text[member.key_start : member.value_start], json.dumps(put[key])]
+                else:
+                    parts.append(self.text[member.key_start : member.value_end])
+            before = member.value_end
+        for key in put:
+            if key not in self.members:
+                parts.append(f"{',' if parts else ''}{json.dumps(key)}:{json.dumps(put[key])}")
+        return "".join([self.text[: self.open_at + 1], *parts, self.text[before:]]).encode()
 
 
 def _refuse_constant(name: str) -> Any:

@@ -11,12 +11,12 @@ TEXTS = (
     " leading and trailing space ",
     "line one\nline two\r\n\ttabbed",
     "émigré naïve Straße — 東京 Привет שלום",
-    "emoji 🎉👩‍👩‍👧‍👦🇮🇹 and 300 more " + "🦜" * 30,
+    "emoji 🎉👩‍👩‍👧‍👦🇮🇹 and more " + "🦜" * 5,
     "<|im_start|>system\nspecial tokens as text<|im_end|>",
     "code: for (int i = 0; i < 10; ++i) { sum += a[i]; }",
-    "1234567890 " * 8,
+    "1234567890 " * 2,
     "https://example.org/path?x=1&y=%20#frag",
-    "the same word " * 20,
+    "the same word " * 6,
     '{"json": ["inside", {"text": null}]}',
 )
 
@@ -55,7 +55,7 @@ def _messages(draw: random.Random) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if draw.random() < 0.4:
         messages.append({"role": "system", "content": draw.choice(TEXTS)})
-    for _ in range(draw.randrange(3)):
+    for _ in range(draw.choice((0, 0, 1, 2))):
         messages.append({"role": "user", "content": _content(draw)})
         messages.append({"role": "assistant", "content": draw.choice(TEXTS)})
     messages.append({"role": "user", "content": _content(draw)})
