@@ -73,9 +73,9 @@ class JsonObject:
         before = self.open_at + 1
         for key, member in self.members.items():
             if key in put or key not in drop:
-                # The first that stays brings no comma along: what stood before it is gone.
                 gap = self.text[before : member.key_start]
-                parts.append(gap if parts else gap.lstrip(", \t\n\r"))
+                # One that becomes the first brings no comma along: what stood before it is gone.
+                parts.append(gap if parts or before == self.open_at + 1 else gap.lstrip(", \t\n\r"))
                 if key in put:
                     parts += [self.text[member.key_start : member.value_start], json.dumps(put[key])]
                 else:
