@@ -14,6 +14,7 @@ from pydantic_settings import (
     InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
 )
 
 from kvgate.core.tenant import Limits, OnOverflow, Quota, Tenant
@@ -25,7 +26,8 @@ ENV_PREFIX = "KVGATE_"
 ENV_OF_THE_BENCH = frozenset({"KVGATE_MODEL", "KVGATE_CACHE"})
 """Variables of `make run` and the tests, which are not settings of the gate."""
 
-Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9a-fA-F:.]+\]|[^:\[\]]+):\d{1,5}$")]
+_PORT = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
+Address = Annotated[str, StringConstraints(pattern=rf"^(\[[0-9a-fA-F:.]+\]|[^:\[\]]+):{_PORT}$")]
 
 
 class BadSettings(ValueError):
@@ -192,12 +194,15 @@ def load(config: Path | None, flags: Mapping[str, Any], environment: Mapping[str
     """
     _check_environment(environment)
     file = {} if config is None else _toml(config)
-    if config is not None and "data_dir" not in file.get("store", {}):
-        file = {**file, "store": {**file.get("store", {}), "data_dir": config.resolve().parent / ".kvgate"}}
+    store = file.get("store", {})
+    if config is not None and isinstance(store, dict) and "data_dir" not in store:
+        file = {**file, "store": {**store, "data_dir": config.resolve().parent / ".kvgate"}}
     try:
         return Settings(flags=dict(flags), file=file)  # type: ignore[call-arg]  # taken apart by the sources
     except ValidationError as error:
         raise _bad(error, "the settings" if config is None else str(config), Settings) from None
+    except SettingsError as error:
+        raise BadSettings(f"a {ENV_PREFIX}* variable that holds a section must be a JSON object: {error}") from None
 
 
 def load_tenants(path: Path) -> dict[str, tuple[Tenant, tuple[str, ...]]]:

@@ -20,6 +20,9 @@ log = logging.getLogger("kvgate.engine")
 READ_BYTES_MAX = 64 * 1024 * 1024
 """At most this much of a log file is read at once; a verbose log's middle holds no facts."""
 
+CHILD_LINE_BYTES_MAX = 1024 * 1024
+"""A longer line of a child is passed on in pieces."""
+
 STOP_GRACE_S = 10.0
 
 
@@ -52,7 +55,8 @@ class LogFile:
             log.warning("the engine's log cannot be read", extra={"path": str(self._path), "error": str(error)})
             return self._log
         *lines, self._rest = (self._rest + data).split(b"\n")
-        self._rest = self._rest[-LINE_CHARS_MAX:]
+        # Of an overlong line its beginning is kept: a prompt's own words must not look like a line of the log.
+        self._rest = self._rest[: LINE_CHARS_MAX + 1]
         self._log.feed(line.decode("utf-8", "replace") for line in lines)
         return self._log
 
@@ -85,7 +89,7 @@ class Child:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            limit=1 << 20,
+            limit=CHILD_LINE_BYTES_MAX,
             start_new_session=True,
         )
         self._reader = asyncio.create_task(self._read())
@@ -119,7 +123,7 @@ class Child:
     async def _read(self) -> None:
         if self._process is None or self._process.stdout is None:
             return
-        stdout = self._process.stdout
+        stdout, continued = self._process.stdout, False
         while True:
             try:
                 line = await stdout.readuntil(b"\n")
@@ -131,4 +135,6 @@ class Child:
                 return
             sys.stderr.buffer.write(line)
             sys.stderr.flush()
-            self._log.feed([line.decode("utf-8", "replace")])
+            if not continued:  # as in LogFile
+                self._log.feed([line.decode("utf-8", "replace")])
+            continued = not line.endswith(b"\n")

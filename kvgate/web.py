@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
-from aiohttp.http_exceptions import LineTooLong
+from aiohttp.http_exceptions import ContentEncodingError, LineTooLong
 from aiohttp.web_protocol import RequestHandler
 
 from kvgate.core.admission import Admit, Clamp
@@ -57,7 +57,7 @@ HEADERS: Final = {
 }
 """Every header that kvgate itself adds, with its meaning; the reference is made of it."""
 
-BODY_ENCODINGS: Final = frozenset({"", "identity", "gzip", "deflate", "br"})
+BODY_ENCODINGS: Final = frozenset({"", "identity", "gzip", "deflate"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +162,9 @@ class Front:
             raise
         except Exception:
             log.exception("kvgate failed on a request", extra={"request_id": exchange.request_id})
+            if request.writer.output_size > 0:  # the answer has begun: another head inside it would be read as body
+                exchange.refusal = refusal(Reason.INTERNAL)
+                raise ConnectionError from None
             return self._refused(exchange, refusal(Reason.INTERNAL))
         finally:
             self._in_flight -= 1
@@ -174,6 +177,8 @@ class Front:
         problem = "The request's head is too large." if isinstance(error, LineTooLong) else "This is not valid HTTP."
         exchange = _Exchange(_mint_id(), self._clock(), self._dialect)
         reason = Reason.BAD_HTTP if status < 500 else Reason.INTERNAL
+        if isinstance(error, ContentEncodingError):
+            reason = Reason.BODY_ENCODING
         response = self._refused(exchange, refusal(reason, problem=problem))
         self._observer.request(self._record(exchange))
         response.force_close()
@@ -413,6 +418,14 @@ class _Handler(RequestHandler):
         super().__init__(manager, **options)  # type: ignore[arg-type]  # passed through as given
         self._refuse_head = refuse_head
 
+    def data_received(self, data: bytes) -> None:
+        """Bytes of a client; a body whose chunks break off fails its reader, whom aiohttp lets wait for the rest."""
+        super().data_received(data)
+        reading = self._current_request
+        if reading is not None and self._messages and not reading.content.is_eof():
+            problem = "The chunks of the request's body are not valid HTTP."
+            reading.content.set_exception(Refused(refusal(Reason.BAD_HTTP, problem=problem)))
+
     def handle_error(
         self,
         request: web.BaseRequest,
@@ -421,7 +434,7 @@ class _Handler(RequestHandler):
         message: str | None = None,  # noqa: ARG002 - quotes the head, which may hold a key
     ) -> web.StreamResponse:
         """Answer in JSON, log nothing of the head."""
-        if request.writer.output_size > 0:
+        if request.writer.output_size > 0 or isinstance(exc, ConnectionError):
             raise ConnectionError("the answer has begun; it can only be cut")
         return self._refuse_head(status, exc)
 

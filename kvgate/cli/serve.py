@@ -42,11 +42,11 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
     flags: dict[str, Any] = {
         name: value for name in ("tenants", "listen", "admin_listen") if (value := getattr(options, name)) is not None
     }
-    engine = {"url": options.upstream or _child_url(command), "log": options.engine_log}
-    if given := {name: value for name, value in engine.items() if value is not None}:
-        flags["engine"] = given
     start_logging()
     try:
+        engine = {"url": options.upstream or _child_url(command), "log": options.engine_log}
+        if given := {name: value for name, value in engine.items() if value is not None}:
+            flags["engine"] = given
         settings = load(options.config, flags)
         return asyncio.run(_serve(settings, command))
     except (BadSettings, CannotStart) as error:
@@ -73,4 +73,5 @@ def _child_url(command: list[str]) -> str | None:
         raise BadSettings(
             f"the engine would listen on a unix socket ({shlex.quote(host)}); give it --host and --port"
         )
+    host = f"[{host}]" if ":" in host else host
     return f"http://{host}:{flags.get('--port', '8080')}"

@@ -135,7 +135,7 @@ class Reason(Enum):
         415,
         "unsupported_encoding",
         _INVALID,
-        "The request body could not be decoded. Send it uncompressed, or with gzip, deflate or br.",
+        "The request body could not be decoded. Send it uncompressed, or with gzip or deflate.",
         "Unknown or broken `Content-Encoding`.",
     )
     BODY_TIMEOUT = Row(
