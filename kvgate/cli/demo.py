@@ -8,6 +8,7 @@ import hashlib
 import json
 import sys
 import tempfile
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ POOL_TOKENS = 768
 TENANTS = ("ann", "bob", "cyd")
 PROMPT_WORDS, OUTPUT_TOKENS = 250, 150
 _CHAT = "/v1/chat/completions"
-_COLUMN = 34
+_COLUMN = 46
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ async def _compare(scratch: Path, bare: str, engine_log: Path) -> int:
         alone = await _ask(session, bare, long)
         told = await _ask(session, gate, long, "ann")
         _table([("one request", alone, told)])
-        print("\n   In full, kvgate's answer:\n\n   " + told.text.removeprefix("400: "))
+        print("\n   In full, kvgate's answer:\n")
+        print(textwrap.indent(textwrap.fill(told.text.removeprefix("400: "), 116), "   "))
     shown = all("500" in seen.text for seen in without) and all("all 150" in seen.text for seen in guarded)
     shown = shown and alone.text.startswith("200") and told.text.startswith("400")
     print("\n" + ("As promised." if shown else "Not what was promised: please report this output."))
@@ -148,7 +150,7 @@ async def _ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any], k
     if answer.status != 200:
         return Seen(f"{answer.status}: {told['error']['message']}", time.monotonic() - begun)
     got, asked = told["usage"]["completion_tokens"], body["max_tokens"]
-    text = f"200: all {asked} tokens" if got == asked else f"200: {got} of {asked} tokens, and not a word"
+    text = f"200: all {asked} tokens" if got == asked else f"200: {got} of {asked}, and not a word"
     return Seen(text, time.monotonic() - begun)
 
 
@@ -159,7 +161,7 @@ def _table(rows: list[tuple[str, Seen, Seen]]) -> None:
 
 
 def _short(seen: Seen) -> str:
-    text = seen.text if len(seen.text) <= _COLUMN + 10 else seen.text[: _COLUMN - 12] + "..."
+    text = seen.text if len(seen.text) <= _COLUMN - 8 else seen.text[: _COLUMN - 12] + "..."
     return f"{text} ({seen.seconds:.1f} s)"
 
 
