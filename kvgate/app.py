@@ -46,6 +46,7 @@ ENGINE_POLL_S = 1.0
 STORE_TIMEOUT_S = 5.0
 DRAIN_POLL_S = 0.1
 TENANTS_FILE_POLL_S = 0.5
+CUT_S = 0.5
 FIRST_LOOK_S = 300.0
 """How long a child engine may take to load its model before the gate gives up on it."""
 
@@ -141,7 +142,8 @@ class App:
         await admin_runner.setup()
         stack.push_async_callback(admin_runner.cleanup)
         admin_url = await _listen(admin_runner, self._settings.admin_listen)
-        runner = web.ServerRunner(front.server())
+        # The grace period is over when the runner is cleaned up: aiohttp would wait another two minutes by itself.
+        runner = web.ServerRunner(front.server(), shutdown_timeout=CUT_S)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         url = await _listen(runner, self._settings.listen)

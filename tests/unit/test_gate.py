@@ -1,0 +1,458 @@
+"""The gate, as scripts without sockets: whatever happens to a request, its KV is given back exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvgate.core.admission import Admit, Clamp, Reject
+from kvgate.core.ledger import Denied
+from kvgate.core.reason import Reason, refusal
+from kvgate.core.tenant import Tenant
+from kvgate.dialects.openai_chat import OpenAiChat
+from kvgate.gate import ATTEMPTS, Admitted, Call, Gate, Rejected
+from kvgate.store.local_ledger import LocalLedger
+from tests.unit.doubles import (
+    EngineDouble,
+    LedgerDouble,
+    ManualClock,
+    chat,
+    forever,
+    profile,
+    refused,
+    tenant,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from kvgate.ports import LedgerPort
+
+OLD = profile(1024, instance="<old>")
+NEW = profile(512, instance="<new>")
+UNREACHABLE = refused(refusal(Reason.ENGINE_UNREACHABLE, retry_after_s=2))
+
+
+def gate(engine: EngineDouble, ledger: LedgerPort) -> Gate:
+    ids = vars(ledger).setdefault("ids", itertools.count(1))  # one story, one row of ids
+    return Gate(engine, ledger, new_id=lambda: f"lease-{next(ids)}")
+
+
+def call(body: bytes | None = None, who: Tenant | None = None) -> Call:
+    return Call(who or tenant(), OpenAiChat(), chat() if body is None else body)
+
+
+async def admit(
+    engine: EngineDouble, ledger: LedgerPort, request: Call, then: Callable[[Admitted], Awaitable[None]] | None = None
+) -> Admitted | Rejected:
+    async with gate(engine, ledger).admit(request) as outcome:
+        if then is not None:
+            assert isinstance(outcome, Admitted)
+            await then(outcome)
+        return outcome
+
+
+def assert_nothing_held(ledger: LocalLedger) -> None:
+    view = ledger.view()
+    assert view is not None
+    assert (view.held_tokens, view.running, view.draining, view.waiting) == (0, 0, 0, 0)
+
+
+# -- the three verdicts
+
+
+async def test_a_request_that_fits_is_admitted() -> None:
+    """Its holder gets a lease over its exact size, an open line, and the body as it was judged."""
+    engine, ledger = EngineDouble(prompt_tokens=100), LedgerDouble()
+    async with gate(engine, ledger).admit(call(chat(max_tokens=50, n=2))) as found:
+        assert isinstance(found, Admitted)
+        assert isinstance(found.verdict, Admit)
+        (reservation,) = ledger.reservations
+        size = reservation.size
+        assert (size.prompt_tokens, size.output_tokens, size.sequences) == (100, 50, 2)
+        assert (found.lease.lease_id, found.lease.cells) == ("lease-1", 300)
+        assert found.line is engine.lines[0]
+        assert found.profile == engine.now
+        found.start()
+        found.answered()
+        found.receipt.ended = True
+    told = [what for what, _ in ledger.told]
+    assert told == ["reserve", "hand_over", "answered", "settle ended"]
+    assert engine.lines[0].released == 1
+
+
+async def test_what_is_forwarded_is_what_was_judged() -> None:
+    """One output limit, the judged one, reuse off, and every unknown field as it came."""
+    sent = (
+        b'{"future" : [1.50, {"a": null}], "max_tokens":4, "n_predict":-1, '
+        b'"messages": [{"role":"user","content":"x"}], "cache_prompt": true, "id_slot": 0}'
+    )
+    engine = EngineDouble()
+    found = await admit(engine, LedgerDouble(), call(sent))
+    assert isinstance(found, Admitted)
+    body = json.loads(found.body)
+    assert body == {
+        "future": [1.5, {"a": None}],
+        "max_tokens": 4,
+        "messages": [{"role": "user", "content": "x"}],
+        "cache_prompt": False,
+    }
+    assert b'"future" : [1.50, {"a": null}]' in found.body
+    assert engine.counted == [("openai_chat", sent)]
+
+
+async def test_no_asked_limit_becomes_an_explicit_one() -> None:
+    """What the client left open is decided before the engine sees it: the default, or what fits of it."""
+    found = await admit(EngineDouble(prompt_tokens=1000), LedgerDouble(), call())
+    assert isinstance(found, Admitted)
+    assert json.loads(found.body)["max_tokens"] == 24
+
+
+async def test_a_clamping_tenant_gets_what_fits() -> None:
+    found = await admit(
+        EngineDouble(prompt_tokens=1000), LedgerDouble(), call(chat(max_tokens=32000), tenant(clamp=True))
+    )
+    assert isinstance(found, Admitted)
+    assert isinstance(found.verdict, Clamp)
+    assert (found.verdict.asked_tokens, found.verdict.size.output_tokens) == (32000, 24)
+    assert json.loads(found.body)["max_tokens"] == 24
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "asked", "reason"),
+    [(1024, 1, Reason.PROMPT_OVERFLOW), (1000, 25, Reason.GENERATION_OVERFLOW)],
+)
+async def test_what_cannot_fit_is_rejected_before_anything_is_held(
+    prompt_tokens: int, asked: int, reason: Reason
+) -> None:
+    """A rejection is a value with its figures; nothing was reserved, no line was opened."""
+    engine, ledger = EngineDouble(prompt_tokens=prompt_tokens), LedgerDouble()
+    found = await admit(engine, ledger, call(chat(max_tokens=asked)))
+    assert isinstance(found, Rejected)
+    assert isinstance(found.verdict, Reject)
+    assert found.refusal.reason is reason
+    assert dict(found.refusal.figures)["n_prompt_tokens"] == prompt_tokens
+    assert found.profile == engine.now
+    assert ledger.reservations == []
+    assert engine.lines == []
+
+
+async def test_a_malformed_body_is_not_even_counted() -> None:
+    engine = EngineDouble()
+    found = await admit(engine, LedgerDouble(), call(b'{"messages": 5}'))
+    assert isinstance(found, Rejected)
+    assert found.refusal.reason is Reason.MALFORMED
+    assert engine.counted == []
+
+
+@pytest.mark.parametrize("model", [None, "large"])
+async def test_a_model_that_is_not_the_tenants_is_refused(model: str | None) -> None:
+    """Also where none is named: which one it would be is for the engine to say, not for the tenant to have."""
+    engine = EngineDouble()
+    found = await admit(engine, LedgerDouble(), call(chat(model=model), Tenant("acme", models=frozenset({"small"}))))
+    assert isinstance(found, Rejected)
+    assert (found.refusal.reason, found.refusal.param) == (Reason.MODEL_FORBIDDEN, "model")
+    assert "small" in found.refusal.message
+    assert engine.counted == []
+
+
+# -- every refusal of the world
+
+
+async def test_an_engine_that_cannot_count_refuses() -> None:
+    ledger = LedgerDouble()
+    found = await admit(EngineDouble(counts=[UNREACHABLE]), ledger, call())
+    assert isinstance(found, Rejected)
+    assert found.refusal.reason is Reason.ENGINE_UNREACHABLE
+    assert ledger.reservations == []
+
+
+async def test_an_engine_gone_after_the_grant_gives_the_lease_back() -> None:
+    ledger = LocalLedger(ManualClock(), 60)
+    found = await admit(EngineDouble(opens=[UNREACHABLE]), ledger, call())
+    assert isinstance(found, Rejected)
+    assert found.refusal.reason is Reason.ENGINE_UNREACHABLE
+    assert_nothing_held(ledger)
+
+
+async def test_a_full_queue_is_told_with_when_to_come_back() -> None:
+    engine = EngineDouble()
+    ledger = LedgerDouble(replies=[Denied("", Reason.QUEUE_FULL, 7, 3.2)])
+    found = await admit(engine, ledger, call())
+    assert isinstance(found, Rejected)
+    assert (found.refusal.reason, found.refusal.retry_after_s) == (Reason.QUEUE_FULL, 4)
+    assert "7 of your requests" in found.refusal.message
+    assert isinstance(found.verdict, Admit)
+    assert engine.lines == []
+
+
+async def test_a_request_that_waited_too_long_leaves_the_queue() -> None:
+    """429 with the seconds waited, and the next in line does not find a ghost before it."""
+    ledger = LocalLedger(ManualClock(), 60)
+    engine = EngineDouble(now=profile(1024, 1))
+    async with gate(engine, ledger).admit(call()):
+        found = await admit(engine, ledger, call(who=tenant("other", queue_timeout_s=0.05)))
+        assert isinstance(found, Rejected)
+        assert found.refusal.reason is Reason.QUEUE_TIMEOUT
+        assert 1 <= (found.refusal.retry_after_s or 0) <= 60
+        assert "0.05 s" in found.refusal.message
+        view = ledger.view()
+        assert view is not None
+        assert (view.waiting, view.running) == (0, 1)
+    assert_nothing_held(ledger)
+
+
+async def test_one_waits_and_goes_when_the_other_ends() -> None:
+    ledger = LocalLedger(clock := ManualClock(), 60)
+    engine = EngineDouble(now=profile(1024, 1))
+    async with gate(engine, ledger).admit(call()):
+        waiting = asyncio.create_task(admit(engine, ledger, call()))
+        await _settled_down()
+        assert not waiting.done()
+        clock.advance(1.5)
+    found = await waiting
+    assert isinstance(found, Admitted)
+    assert found.lease.queued_s == 1.5
+    assert_nothing_held(ledger)
+
+
+# -- whatever happens, one settle
+
+
+async def test_an_exception_of_the_holder_settles_and_goes_on() -> None:
+    engine, ledger = EngineDouble(), LedgerDouble()
+
+    async def fail(_: Admitted) -> None:
+        raise KeyError("the relay failed")
+
+    with pytest.raises(KeyError, match="the relay failed"):
+        await admit(engine, ledger, call(), fail)
+    assert ledger.told[-1] == ("settle", "lease-1")
+    assert ledger.settled == ["lease-1"]
+    assert engine.lines[0].released == 1
+
+
+async def test_an_unforeseen_exception_of_an_adapter_settles_too() -> None:
+    async def fail() -> None:
+        raise ZeroDivisionError
+
+    for ledger, engine in (
+        (LedgerDouble(replies=[fail]), EngineDouble()),
+        (LedgerDouble(), EngineDouble(opens=[fail])),
+    ):
+        with pytest.raises(ZeroDivisionError):
+            await admit(engine, ledger, call())
+        assert ledger.settled == ["lease-1"]
+
+
+@pytest.mark.parametrize("stage", ["count", "reserve", "open", "relay"])
+async def test_a_cancelled_request_gives_back_what_it_held(stage: str) -> None:
+    """At any moment: one settle under the id that was minted first, the line back, and the cancel goes on."""
+    engine = EngineDouble(counts=[forever] if stage == "count" else [], opens=[forever] if stage == "open" else [])
+    ledger = LedgerDouble(replies=[forever] if stage == "reserve" else [])
+
+    async def relaying(admitted: Admitted) -> None:
+        admitted.start()
+        await forever()
+
+    task = asyncio.create_task(admit(engine, ledger, call(), relaying))
+    await _settled_down()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ledger.settled == ["lease-1"]
+    assert ledger.told[-1][0] == "settle"
+    assert [line.released for line in engine.lines] == ([1] if stage == "relay" else [])
+
+
+async def test_a_cancel_right_at_the_grant_cannot_lose_the_lease() -> None:
+    """The grant is on its way to the waiter when the client hangs up: nobody would ever come to take it."""
+    ledger = LocalLedger(ManualClock(), 60)
+    engine = EngineDouble(now=profile(1024, 1))
+    async with gate(engine, ledger).admit(call()) as first:
+        assert isinstance(first, Admitted)
+        waiting = asyncio.create_task(admit(engine, ledger, call()))
+        await _settled_down()
+        await ledger.settle(first.lease.lease_id, ended=True)  # grants
+        waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert_nothing_held(ledger)
+
+
+async def test_a_timeout_right_at_the_grant_cannot_lose_the_lease() -> None:
+    """The queue's deadline passes in the very moment of the grant."""
+    ledger = LocalLedger(ManualClock(), 60)
+    engine = EngineDouble(now=profile(1024, 1))
+    loop = asyncio.get_running_loop()
+    async with gate(engine, ledger).admit(call()) as first:
+        assert isinstance(first, Admitted)
+        waiting = asyncio.create_task(admit(engine, ledger, call(who=tenant("other", queue_timeout_s=0.05))))
+        await _settled_down()
+        granted = asyncio.create_task(_after_blocking(loop, ledger, first.lease.lease_id))
+        await granted
+    found = await waiting
+    assert isinstance(found, Admitted | Rejected)
+    assert_nothing_held(ledger)
+
+
+async def _after_blocking(loop: asyncio.AbstractEventLoop, ledger: LocalLedger, lease_id: str) -> None:
+    until = loop.time() + 0.08
+    while loop.time() < until:
+        pass
+    await ledger.settle(lease_id, ended=True)
+
+
+async def test_a_cancel_during_the_settle_does_not_stop_it() -> None:
+    """A store that is slow to take the settle gets it all the same, once."""
+    slow = asyncio.Event()
+
+    async def wait() -> None:
+        await slow.wait()
+
+    engine, ledger = EngineDouble(), LedgerDouble(before_settle=wait)
+    task = asyncio.create_task(admit(engine, ledger, call()))
+    await _settled_down()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ledger.settled == []
+    slow.set()
+    await _settled_down()
+    assert ledger.settled == ["lease-1"]
+    assert engine.lines[0].released == 1
+
+
+async def test_a_second_cancel_during_the_settle_of_the_first_does_not_stop_it() -> None:
+    slow = asyncio.Event()
+
+    async def wait() -> None:
+        await slow.wait()
+
+    ledger = LedgerDouble(before_settle=wait)
+
+    async def relaying(_: Admitted) -> None:
+        await forever()
+
+    task = asyncio.create_task(admit(EngineDouble(), ledger, call(), relaying))
+    await _settled_down()
+    task.cancel()
+    await _settled_down()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    slow.set()
+    await _settled_down()
+    assert ledger.settled == ["lease-1"]
+
+
+async def test_what_was_handed_over_and_did_not_end_drains() -> None:
+    """A hang-up is no proof of free KV: the cells stay counted until the engine shows the slot idle."""
+    ledger = LocalLedger(ManualClock(), 60)
+
+    async def relaying(admitted: Admitted) -> None:
+        admitted.start()
+
+    found = await admit(EngineDouble(prompt_tokens=10), ledger, call(chat(max_tokens=5)), relaying)
+    assert isinstance(found, Admitted)
+    view = ledger.view()
+    assert view is not None
+    assert (view.held_tokens, view.running, view.draining) == (15, 0, 1)
+    assert ledger.draining.is_set()
+
+
+async def test_what_ended_is_free_at_once() -> None:
+    ledger = LocalLedger(ManualClock(), 60)
+
+    async def relaying(admitted: Admitted) -> None:
+        admitted.start()
+        admitted.answered()
+        admitted.receipt.ended = True
+
+    await admit(EngineDouble(), ledger, call(), relaying)
+    assert_nothing_held(ledger)
+    assert not ledger.draining.is_set()
+
+
+# -- an engine that changes under a request
+
+
+async def test_a_replaced_engine_is_judged_by_its_own_figures() -> None:
+    """Counted on the old engine, opened on the new one: nothing of the old judgement reaches the new engine."""
+    engine = EngineDouble(counts=[OLD], opens=[NEW], now=NEW)
+    ledger = LedgerDouble()
+    found = await admit(engine, ledger, call(chat(max_tokens=600), tenant(clamp=True)))
+    assert isinstance(found, Admitted)
+    assert (found.profile, found.lease.lease_id) == (NEW, "lease-2")
+    assert json.loads(found.body)["max_tokens"] == 502
+    assert [line.sent for line in engine.lines] == [[], []]
+    assert [line.released for line in engine.lines] == [1, 1]
+    assert ledger.settled == ["lease-1", "lease-2"]
+
+
+async def test_what_fitted_the_old_engine_only_is_rejected_by_the_new_ones_figures() -> None:
+    engine = EngineDouble(counts=[OLD], opens=[NEW], now=NEW)
+    found = await admit(engine, LedgerDouble(), call(chat(max_tokens=600)))
+    assert isinstance(found, Rejected)
+    assert found.refusal.reason is Reason.GENERATION_OVERFLOW
+    assert dict(found.refusal.figures)["n_ctx"] == 512
+
+
+async def test_an_engine_of_the_same_figures_is_another_one_all_the_same() -> None:
+    """Its prompt cache, its log, its template may be others: the process is compared, not its size."""
+    engine = EngineDouble(counts=[OLD], opens=[profile(1024, instance="<other>")], now=OLD)
+    found = await admit(engine, LedgerDouble(), call())
+    assert isinstance(found, Admitted)
+    assert len(engine.counted) == 2
+
+
+async def test_a_pool_that_shrank_while_waiting_is_judged_anew() -> None:
+    ledger = LedgerDouble(replies=[Denied("", Reason.ENGINE_CHANGED, 0, 1)])
+    engine = EngineDouble()
+    found = await admit(engine, ledger, call())
+    assert isinstance(found, Admitted)
+    assert ledger.settled == ["lease-1", "lease-2"]
+
+
+async def test_an_engine_that_never_stays_is_given_up() -> None:
+    """After three judgements: 503, come back, and nothing is left behind."""
+    engine = EngineDouble(counts=[OLD] * ATTEMPTS, opens=[NEW] * ATTEMPTS)
+    ledger = LocalLedger(ManualClock(), 60)
+    found = await admit(engine, ledger, call())
+    assert isinstance(found, Rejected)
+    assert (found.refusal.reason, found.refusal.retry_after_s) == (Reason.ENGINE_CHANGED, 1)
+    assert len(engine.counted) == ATTEMPTS == 3
+    assert [line.released for line in engine.lines] == [1, 1, 1]
+    assert_nothing_held(ledger)
+
+
+# -- many at once
+
+
+async def test_many_requests_cancelled_at_random_leave_nothing() -> None:
+    """Sixty requests over two slots, each cancelled after a few turns of the loop: the ledger ends empty."""
+    ledger = LocalLedger(ManualClock(), 60)
+    engine = EngineDouble()
+
+    async def relaying(admitted: Admitted) -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        admitted.receipt.ended = True
+
+    tasks = [asyncio.create_task(admit(engine, ledger, call(), relaying)) for _ in range(60)]
+    for at in range(len(tasks)):
+        await asyncio.sleep(0)
+        if at % 3:
+            tasks[(at * 7) % 60].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert_nothing_held(ledger)
+    assert all(line.released == 1 for line in engine.lines)
+
+
+async def _settled_down() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)

@@ -1,0 +1,258 @@
+"""What Prometheus sees: counters of what happened, gauges of what is, and labels that cannot grow with traffic."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvgate.core.ask import Size, Usage
+from kvgate.core.ledger import LedgerView, Reservation
+from kvgate.core.profile import EngineProfile, Fact, Source, Topology
+from kvgate.core.tenant import Quota
+from kvgate.metrics import Metrics
+from kvgate.ports import RequestRecord
+from kvgate.store.local_ledger import LocalLedger
+from tests.unit.doubles import ManualClock, profile
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+RECORD = RequestRecord(
+    request_id="r1",
+    tenant="acme",
+    dialect="openai_chat",
+    path="/v1/chat/completions",
+    status=200,
+    verdict="admit",
+    reason="",
+    duration_s=0.7,
+    prompt_tokens=10,
+    queued_s=0.02,
+    usage=Usage(10, 5, 0),
+)
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Every sample that a scrape finds."""
+    found = {}
+    for line in metrics.exposition().decode().splitlines():
+        if line.startswith("#"):
+            continue
+        name, labels, value = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line).groups()  # type: ignore[union-attr]
+        found[name, frozenset(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', labels or ""))] = float(value)
+    return found
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return samples(metrics).get((name, frozenset(labels.items())))
+
+
+def labels_of(metrics: Metrics) -> Mapping[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for _, labels in samples(metrics):
+        for name, label in labels:
+            found.setdefault(name, set()).add(label)
+    return found
+
+
+# -- counters
+
+
+def test_a_request_is_counted_by_how_it_ended() -> None:
+    metrics = Metrics()
+    for record in (
+        RECORD,
+        RECORD,
+        replace(RECORD, status=400, verdict="reject", reason="prompt_overflow", usage=None),
+    ):
+        metrics.request(record)
+    common = {"tenant": "acme", "dialect": "openai_chat"}
+    assert value(metrics, "kvgate_requests_total", **common, verdict="admit", reason="", status="200") == 2
+    rejected = {"verdict": "reject", "reason": "prompt_overflow", "status": "400"}
+    assert value(metrics, "kvgate_requests_total", **common, **rejected) == 1
+    assert value(metrics, "kvgate_request_seconds_count", dialect="openai_chat", stream="false") == 3
+    assert value(metrics, "kvgate_request_seconds_sum", dialect="openai_chat", stream="false") == 0.7 * 3
+
+
+def test_tokens_are_those_of_the_engines_usage() -> None:
+    metrics = Metrics()
+    metrics.request(replace(RECORD, usage=Usage(10, 5, 3)))
+    metrics.request(replace(RECORD, usage=None))
+    for kind, tokens in (("prompt", 10), ("output", 5), ("cached", 3)):
+        assert value(metrics, "kvgate_tokens_total", tenant="acme", kind=kind) == tokens
+
+
+def test_only_admitted_requests_have_waited() -> None:
+    metrics = Metrics()
+    metrics.request(RECORD)
+    metrics.request(replace(RECORD, queued_s=None))
+    assert value(metrics, "kvgate_queue_seconds_count", tenant="acme") == 1
+
+
+def test_what_must_stay_0_is_counted_when_it_does_not() -> None:
+    """Drift, whichever way; reuse that was off; and hang-ups beside them."""
+    metrics = Metrics()
+    metrics.request(RECORD)
+    assert value(metrics, "kvgate_count_drift_total", dialect="openai_chat") is None
+    for usage in (Usage(11, 5), Usage(9, 5)):
+        metrics.request(replace(RECORD, usage=usage))
+    metrics.request(replace(RECORD, reuse_violation=True, hung_up=True))
+    assert value(metrics, "kvgate_count_drift_total", dialect="openai_chat") == 2
+    assert value(metrics, "kvgate_reuse_violations_total", tenant="acme") == 1
+    assert value(metrics, "kvgate_hangups_total", tenant="acme") == 1
+
+
+def test_an_engine_that_was_replaced_is_counted() -> None:
+    metrics = Metrics()
+    assert value(metrics, "kvgate_engine_changes_total") == 0
+    metrics.engine_changed()
+    assert value(metrics, "kvgate_engine_changes_total") == 1
+
+
+def test_no_label_grows_with_traffic() -> None:
+    """A thousand requests with ids, paths and sizes of their own leave as many samples as one."""
+    metrics = Metrics()
+    metrics.request(replace(RECORD, stream=True))
+    before = len(samples(metrics))
+    for at in range(1000):
+        metrics.request(
+            replace(
+                RECORD,
+                stream=True,
+                request_id=f"r{at}",
+                path=f"/{at}",
+                prompt_tokens=at,
+                usage=Usage(at, 1),
+                output_limit=at,
+                n_ctx_slot=at,
+            )
+        )
+    assert len(samples(metrics)) == before
+    assert {"request_id", "path", "model", "key"}.isdisjoint(labels_of(metrics))
+
+
+def test_a_request_of_nobody_has_a_dash_for_a_tenant() -> None:
+    """Unknown keys and paths are one label together, whatever was sent."""
+    metrics = Metrics()
+    for _ in range(50):
+        metrics.request(
+            replace(RECORD, tenant="-", dialect="-", path="-", status=403, verdict="", reason="path_forbidden")
+        )
+    assert labels_of(metrics)["tenant"] == {"-"}
+    assert labels_of(metrics)["dialect"] == {"-"}
+
+
+def test_two_gates_in_one_process_do_not_share_counters() -> None:
+    first, second = Metrics(), Metrics()
+    first.request(RECORD)
+    assert value(second, "kvgate_tokens_total", tenant="acme", kind="prompt") is None
+
+
+# -- gauges
+
+
+class World:
+    """What the gauges read."""
+
+    def __init__(self) -> None:
+        self.profile: EngineProfile | None = None
+        self.view: LedgerView | None = None
+        self.ready = False
+        self.connections = 0
+        self.metrics = Metrics()
+        self.metrics.watch(lambda: self.profile, lambda: self.view, lambda: self.ready, lambda: self.connections)
+
+
+def test_gauges_are_read_at_each_scrape() -> None:
+    """Never incremented: no cancelled request can leave one behind."""
+    world = World()
+    assert value(world.metrics, "kvgate_ready") == 0
+    world.ready, world.connections = True, 3
+    assert value(world.metrics, "kvgate_ready") == 1
+    assert value(world.metrics, "kvgate_upstream_connections") == 3
+
+
+def test_an_engine_that_was_never_seen_has_no_gauges() -> None:
+    """Rather none than zeros: an alert on a small context must not fire for an engine that is starting."""
+    world = World()
+    names = {name for name, _ in samples(world.metrics)}
+    assert not any(
+        name.startswith(("kvgate_engine_n_ctx", "kvgate_engine_info", "kvgate_kv", "kvgate_slots")) for name in names
+    )
+
+
+def test_the_engine_tells_who_it_is() -> None:
+    world = World()
+    world.profile = profile(512, 4, kv_type_k=Fact("q8_0", Source.LOG), kv_type_v=Fact("f16", Source.LOG))
+    assert value(world.metrics, "kvgate_engine_n_ctx_slot_tokens") == 512
+    assert value(world.metrics, "kvgate_engine_topology_assumed") == 0
+    labels = {
+        "kind": "double",
+        "build": "b1",
+        "fingerprint": world.profile.fingerprint,
+        "topology": "divided",
+        "topology_source": "setting",
+        "kv_type": "q8_0/f16",
+    }
+    assert value(world.metrics, "kvgate_engine_info", **labels) == 1
+    world.profile = profile(512, 4, topology=Fact(Topology.UNIFIED, Source.ASSUMED))
+    assert value(world.metrics, "kvgate_engine_topology_assumed") == 1
+
+
+def test_an_engine_that_was_replaced_leaves_no_gauge_behind() -> None:
+    world = World()
+    world.profile = profile(build="b1")
+    samples(world.metrics)
+    world.profile = profile(build="b2")
+    assert labels_of(world.metrics)["build"] == {"b2"}
+
+
+async def test_the_ledgers_gauges_are_the_ledgers_view() -> None:
+    """Held, queued and draining by tenant, at the moment of the scrape."""
+    world = World()
+    world.profile = profile(512, 2)
+    ledger = LocalLedger(ManualClock(), 60)
+    pool = world.profile.pool()
+    for lease_id, tenant, sequences in (("a", "acme", 1), ("b", "beta", 1)):
+        await ledger.reserve(Reservation(lease_id, tenant, Quota(), Size(90, 10, sequences)), pool)
+    ledger.hand_over("b")
+    await ledger.settle("b", ended=False)
+    world.view = ledger.view()
+    assert value(world.metrics, "kvgate_kv_pool_tokens") == 1024
+    assert value(world.metrics, "kvgate_slots") == 2
+    assert value(world.metrics, "kvgate_kv_held_tokens", tenant="acme") == 100
+    assert value(world.metrics, "kvgate_kv_held_tokens", tenant="beta") == 100
+    assert value(world.metrics, "kvgate_slots_held", state="running") == 1
+    assert value(world.metrics, "kvgate_slots_held", state="draining") == 1
+    assert value(world.metrics, "kvgate_queue_depth", tenant="acme") is None
+    assert value(world.metrics, "kvgate_drains_overdue") == 0
+    await ledger.settle("a", ended=True)
+    world.view = ledger.view()
+    assert value(world.metrics, "kvgate_kv_held_tokens", tenant="acme") is None
+
+
+def test_waiting_requests_are_shown_by_tenant() -> None:
+    world = World()
+    world.view = LedgerView(
+        pool=profile().pool(),
+        held_tokens=7,
+        running=1,
+        draining=0,
+        waiting=3,
+        running_by_tenant=(("acme", 1),),
+        waiting_by_tenant=(("acme", 2), ("beta", 1)),
+        held_tokens_by_tenant=(("acme", 7),),
+        drains_overdue=4,
+    )
+    assert value(world.metrics, "kvgate_queue_depth", tenant="acme") == 2
+    assert value(world.metrics, "kvgate_queue_depth", tenant="beta") == 1
+    assert value(world.metrics, "kvgate_drains_overdue") == 4
+
+
+def test_a_label_of_strange_letters_cannot_break_the_text() -> None:
+    world = World()
+    world.profile = profile(build='b"1\n kvgate_ready 7\\')
+    found = world.metrics.exposition().decode()
+    assert "\n kvgate_ready 7" not in found
+    assert value(world.metrics, "kvgate_ready") == 0

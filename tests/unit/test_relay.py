@@ -1,0 +1,325 @@
+"""What the engine says reaches the client whole, or as an error; the receipt never claims an end that was none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvgate import relay as module
+from kvgate.core.admission import Admit, Room
+from kvgate.core.ask import Size, Usage
+from kvgate.core.ledger import Lease
+from kvgate.core.reason import Reason
+from kvgate.core.reuse import Reuse
+from kvgate.dialects.openai_chat import OpenAiChat
+from kvgate.gate import Admitted, Receipt
+from kvgate.ports import Head
+from kvgate.relay import Relayed, relay
+from tests.unit.doubles import ClientDouble, LineDouble, broken, chat, forever
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+DIALECT = OpenAiChat()
+JSON = (("content-type", "application/json; charset=utf-8"),)
+SSE = (("content-type", "text/event-stream"), ("x-accel-buffering", "no"), ("server", "llama.cpp"))
+OWN = {"x-request-id": "r1", "server": "kvgate"}
+
+
+def event(document: Any) -> bytes:
+    return b"data: " + json.dumps(document).encode() + b"\n\n"
+
+
+def delta(content: str) -> bytes:
+    return event({"choices": [{"index": 0, "delta": {"content": content}}]})
+
+
+USAGE = event({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}})
+DONE = b"data: [DONE]\n\n"
+OVERFLOW = event({"error": {"code": 500, "message": "Context size has been exceeded.", "type": "server_error"}})
+
+
+class Story:
+    """One admitted request, and what was told of it."""
+
+    def __init__(
+        self,
+        head: Head | Exception,
+        pieces: Sequence[bytes | Exception | Callable[[], Awaitable[None]]] = (),
+        **fields: Any,
+    ) -> None:
+        self.told: list[str] = []
+        self.line = LineDouble(head=head, pieces=pieces)
+        self.client = ClientDouble()
+        self.receipt = Receipt()
+        self.admitted = Admitted(
+            verdict=Admit(Size(9, 2), Room(1024, "slot", 9, 1015)),
+            request=DIALECT.read(chat(**fields)),
+            body=b"the judged body",
+            line=self.line,
+            lease=Lease("x", 11, 1, 0.0),
+            profile=self.line.profile,
+            reuse=Reuse.OFF,
+            start=lambda: self.told.append("start"),
+            answered=lambda: self.told.append("answered"),
+            receipt=self.receipt,
+        )
+
+    async def run(self) -> Relayed:
+        return await relay(self.admitted, DIALECT, "/v1/chat/completions", self.client, OWN)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error that the client was told, whole or as a stream's last event before the end marker."""
+        body = self.client.body
+        if self.client.begun:
+            *_, last, done, rest = body.split(b"\n\n")
+            assert (done, rest) == (b"data: [DONE]", b"")
+            body = last.removeprefix(b"data: ")
+        found: dict[str, Any] = json.loads(body)["error"]
+        return found
+
+
+def streamed(*pieces: bytes | Exception | Callable[[], Awaitable[None]], shown: bool = False) -> Story:
+    return Story(Head(200, SSE), pieces, stream=True, stream_options={"include_usage": shown})
+
+
+# -- whole answers
+
+
+async def test_a_whole_answer_goes_on_as_it_came() -> None:
+    """Its body byte for byte, its status, its type; and the receipt says what it cost and that it ended."""
+    answer = b'{"usage": {"prompt_tokens":9, "completion_tokens":2}, "x": 1.0}'
+    story = Story(Head(200, JSON), [answer[:10], answer[10:]])
+    relayed = await story.run()
+    assert (relayed.status, relayed.failure) == (200, None)
+    assert story.client.body == answer
+    assert story.client.headers == {"content-type": "application/json; charset=utf-8", **OWN}
+    assert (story.receipt.ended, story.receipt.usage) == (True, Usage(9, 2))
+    assert story.told == ["start", "answered"]
+    assert story.line.sent == [
+        ("POST", "/v1/chat/completions", {"Content-Type": "application/json"}, b"the judged body")
+    ]
+
+
+async def test_the_engine_has_the_request_before_anything_is_awaited() -> None:
+    """From `start` on only the engine can tell that it ended, so it comes before the first byte."""
+    story = Story(broken())
+    await story.run()
+    assert story.told == ["start"]
+
+
+@pytest.mark.parametrize("head", [Head(400, JSON), Head(404, JSON), Head(500, JSON), Head(503, JSON)])
+async def test_an_error_of_the_engine_is_a_whole_answer_too(head: Head) -> None:
+    body = b'{"error":{"message":"no"}}'
+    story = Story(head, [body])
+    relayed = await story.run()
+    assert (relayed.status, story.client.status, story.client.body) == (head.status, head.status, body)
+    assert (story.receipt.ended, story.receipt.usage) == (True, None)
+
+
+async def test_an_overflown_pool_is_kvgates_failure_and_says_so() -> None:
+    """The engine's 500 names its cache; that the ledger exists to prevent it is for the operator."""
+    story = Story(Head(500, JSON), [OVERFLOW.removeprefix(b"data: ").strip()])
+    relayed = await story.run()
+    assert relayed.failure is not None
+    assert (relayed.status, relayed.failure.reason) == (502, Reason.ENGINE_OVERFLOW)
+    assert (story.error["reason"], story.client.status) == ("engine_overflow", 502)
+    assert story.client.headers["x-kvgate-reason"] == "engine_overflow"
+    assert story.receipt.ended
+
+
+async def test_an_answer_that_talks_of_an_overflow_is_none() -> None:
+    story = Story(Head(200, JSON), [b'{"choices":[{"message":{"content":"Context size has been exceeded."}}]}'])
+    assert (await story.run()).failure is None
+
+
+@pytest.mark.parametrize(
+    ("head", "pieces"),
+    [
+        (broken(sent=True), []),
+        (broken(sent=False), []),
+        (Head(200, JSON), [broken()]),
+        (Head(200, JSON), [b'{"choices":[', broken()]),
+        (Head(500, JSON), [b'{"error"', broken()]),
+    ],
+)
+async def test_a_cut_answer_becomes_an_error(head: Head | Exception, pieces: list[bytes | Exception]) -> None:
+    """Never half of an answer: the client gets all of it, or a 502 in its dialect; the lease drains."""
+    story = Story(head, pieces)
+    relayed = await story.run()
+    assert relayed.failure is not None
+    assert (relayed.status, relayed.failure.reason) == (502, Reason.ENGINE_FAILED)
+    assert story.error["code"] == "engine_failed"
+    assert story.client.headers["Content-Type"] == "application/json"
+    assert {name: story.client.headers[name] for name in OWN} == OWN
+    assert not story.receipt.ended
+
+
+async def test_an_answer_without_end_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ANSWER_BYTES_MAX", 1000)
+    story = Story(Head(200, JSON), [b"x" * 600, b"x" * 401, b"never read"])
+    assert (await story.run()).status == 502
+    assert (story.receipt.ended, story.line.reads) == (False, 2)
+    enough = Story(Head(200, JSON), [b"x" * 600, b"x" * 400])
+    assert (await enough.run()).status == 200
+
+
+# -- streams
+
+
+async def test_a_stream_goes_on_event_by_event() -> None:
+    """As it comes, wherever the bytes are cut, with the header that keeps an nginx in front from buffering."""
+    first, second = delta("H\u00e9"), delta("llo")
+    story = streamed(first[:15], first[15:] + second[:-1], second[-1:], USAGE, DONE, shown=True)
+    relayed = await story.run()
+    assert (relayed.status, relayed.failure) == (200, None)
+    assert story.client.writes == [first, second, USAGE, DONE]
+    assert story.client.headers == {"content-type": "text/event-stream", "x-accel-buffering": "no", **OWN}
+    assert (story.receipt.ended, story.receipt.usage) == (True, Usage(9, 2))
+
+
+async def test_a_usage_nobody_asked_for_is_read_and_hidden() -> None:
+    story = streamed(delta("x"), USAGE, DONE)
+    await story.run()
+    assert story.client.writes == [delta("x"), DONE]
+    assert story.receipt.usage == Usage(9, 2)
+
+
+async def test_a_comment_is_life_and_passes() -> None:
+    story = streamed(b": ping\n\n", delta("x"), DONE)
+    await story.run()
+    assert story.client.writes[0] == b": ping\n\n"
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [broken()],
+        [delta("x"), broken()],
+        [delta("x"), delta("y")[:20], broken()],
+        [delta("x")],
+        [delta("x"), USAGE],
+        [delta("x") + delta("y")[:-1], broken()],
+        [delta("x"), b"data: [DONE]"],
+        [delta("x"), b"data: [DONE]\n"],
+        [],
+        [b"x" * (8 * 1024 * 1024 + 1)],
+    ],
+)
+async def test_a_stream_without_a_proper_end_ends_in_an_error(pieces: list[bytes | Exception]) -> None:
+    """Half an event is never passed on, and the client can tell a cut from an end; the lease drains."""
+    story = streamed(*pieces)
+    relayed = await story.run()
+    assert relayed.failure is not None
+    assert (relayed.status, relayed.failure.reason) == (200, Reason.ENGINE_FAILED)
+    assert story.error["code"] == "engine_failed"
+    assert story.client.writes[:-1] == [delta("x") for piece in pieces if delta("x") in _bytes(piece)]
+    assert not story.receipt.ended
+
+
+def _bytes(piece: bytes | Exception) -> bytes:
+    return piece if isinstance(piece, bytes) else b""
+
+
+async def test_an_end_marker_and_then_a_cut_is_no_proper_end() -> None:
+    """The engine's framing did not end: the receipt does not say so, and the client learns that it may be cut."""
+    story = streamed(delta("x"), DONE, broken())
+    relayed = await story.run()
+    assert relayed.failure is not None
+    assert not story.receipt.ended
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [("Context size has been exceeded.", Reason.ENGINE_OVERFLOW), ("no", Reason.ENGINE_FAILED)],
+)
+@pytest.mark.parametrize("end", [[], [DONE], [broken()]])
+async def test_an_error_inside_a_stream_is_told_in_the_dialect(
+    message: str, reason: Reason, end: list[bytes | Exception]
+) -> None:
+    """Once, with the end marker behind it, whether the engine sent one or not."""
+    story = streamed(delta("x"), event({"error": {"code": 500, "message": message}}), *end)
+    relayed = await story.run()
+    assert relayed.failure is not None
+    assert (relayed.status, relayed.failure.reason) == (200, reason)
+    assert story.error["reason"] == reason.label
+    assert story.client.body.count(b"[DONE]") == 1
+    assert story.client.body.startswith(delta("x"))
+    assert not story.receipt.ended
+
+
+async def test_usage_told_before_a_cut_is_kept() -> None:
+    story = streamed(delta("x"), USAGE, broken())
+    await story.run()
+    assert (story.receipt.ended, story.receipt.usage) == (False, Usage(9, 2))
+
+
+async def test_an_error_status_with_a_streams_type_is_a_whole_answer() -> None:
+    """An error before the stream is an ordinary answer with its status."""
+    story = Story(Head(500, SSE), [b"data: no\n\n"], stream=True)
+    assert (await story.run()).status == 500
+    assert not story.client.begun
+
+
+# -- the client's side
+
+
+async def test_a_slow_client_holds_the_engine_back() -> None:
+    """While the client takes nothing, nothing more is read: the connection's own bound is the only buffer."""
+    go = asyncio.Event()
+    story = streamed(*[delta(str(at)) for at in range(100)], DONE)
+
+    async def wait(_: bytes) -> None:
+        await go.wait()
+
+    story.client.before_write = wait
+    running = asyncio.create_task(story.run())
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert (story.line.reads, story.client.writes) == (1, [])
+    go.set()
+    await running
+    assert len(story.client.writes) == 101
+
+
+async def test_a_client_that_left_ends_the_relay() -> None:
+    """Nothing more is read for it; the receipt keeps what was known, and does not say `ended`."""
+
+    async def gone(data: bytes) -> None:
+        if data == delta("y"):
+            raise ConnectionResetError
+
+    story = streamed(delta("x"), USAGE, delta("y"), DONE)
+    story.client.before_write = gone
+    with pytest.raises(ConnectionResetError):
+        await story.run()
+    assert (story.receipt.ended, story.receipt.usage, story.line.reads) == (False, Usage(9, 2), 3)
+
+
+@pytest.mark.parametrize(
+    "story",
+    [streamed(delta("x"), forever, DONE), Story(Head(200, JSON), [b"{", forever])],
+    ids=["stream", "whole"],
+)
+async def test_a_cancelled_relay_claims_no_end(story: Story) -> None:
+    running = asyncio.create_task(story.run())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not story.receipt.ended
+    assert story.told == ["start", "answered"]
+
+
+async def test_what_went_wrong_is_said_for_the_operator_and_not_to_the_client() -> None:
+    """`detail` is kvgate's own wording."""
+    story = streamed(delta("x"), broken())
+    relayed = await story.run()
+    assert "closed the connection" in relayed.detail
+    assert "closed the connection" not in story.client.body.decode()
+    assert (await streamed(delta("x"), DONE).run()).detail == ""

@@ -1,0 +1,933 @@
+"""What a tenant's listener lets in and what it says: exact paths, one key, a bounded body, and always JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import hashlib
+import json
+import logging
+import re
+import zlib
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Self
+
+import pytest
+from aiohttp import web
+
+from kvgate import web as module
+from kvgate.core.ask import Usage
+from kvgate.core.reason import Reason, refusal
+from kvgate.core.tenant import Limits, Tenant
+from kvgate.dialects.openai_chat import OpenAiChat
+from kvgate.gate import Gate
+from kvgate.ports import Head
+from kvgate.web import HEADERS, Front, WebSettings
+from tests.unit.doubles import (
+    EngineDouble,
+    LedgerDouble,
+    LineDouble,
+    ManualClock,
+    ObserverDouble,
+    TenantsDouble,
+    chat,
+    forever,
+    profile,
+    refused,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from kvgate.core.profile import EngineProfile
+    from kvgate.ports import RequestRecord
+
+KEY = "sk-alpha-secret-0451"
+OTHER_KEY = "sk-beta-secret-0451"
+PROMPT = "the launch code is 0000"
+CHAT = "/v1/chat/completions"
+AUTH = f"Authorization: Bearer {KEY}\r\n"
+SETTINGS = WebSettings(body_bytes_max=4096, body_timeout_s=5, write_timeout_s=5, anonymous_tenant=None)
+ANSWER = json.dumps(
+    {
+        "choices": [],
+        "usage": {"prompt_tokens": 10, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 0}},
+    }
+).encode()
+SSE = Head(200, (("content-type", "text/event-stream"), ("x-accel-buffering", "no")))
+DELTA = b'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+def sha256(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+@dataclass
+class Answer:
+    """One answer as it stood on the wire, and what came behind it."""
+
+    status: int
+    headers: list[tuple[str, str]]
+    body: bytes
+    rest: bytes = b""
+
+    def get(self, name: str) -> str | None:
+        values = [value for key, value in self.headers if key == name]
+        assert len(values) <= 1, f"{name} stands there twice"
+        return values[0] if values else None
+
+    @property
+    def error(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.body)["error"]
+        return found
+
+
+class Client:
+    """A client that sends just these bytes."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    async def __aenter__(self) -> Self:
+        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 24)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self.writer.wait_closed()
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def receive(self) -> Answer:
+        """One answer; a chunked one with its framing taken off."""
+        async with asyncio.timeout(20):
+            head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+            lines = [line.partition(":") for line in head[1:-2]]
+            answer = Answer(int(head[0].split()[1]), [(name.lower(), value.strip()) for name, _, value in lines], b"")
+            if answer.get("transfer-encoding") == "chunked":
+                while size := int(await self.reader.readline(), 16):
+                    answer.body += (await self.reader.readexactly(size + 2))[:-2]
+                await self.reader.readexactly(2)
+            elif (length := answer.get("content-length")) is not None:
+                answer.body = await self.reader.readexactly(int(length))
+            elif answer.status >= 200:
+                answer.body = await self.reader.read()
+            return answer
+
+    async def until_closed(self) -> bytes:
+        async with asyncio.timeout(20):
+            try:
+                return await self.reader.read()
+            except ConnectionError:
+                return b""
+
+
+@dataclass
+class Listener:
+    """A front on a real socket, with doubles behind it."""
+
+    front: Front
+    engine: EngineDouble
+    ledger: LedgerDouble
+    observer: ObserverDouble
+    clock: ManualClock
+    port: int = 0
+
+    @property
+    def records(self) -> list[RequestRecord]:
+        return self.observer.records
+
+    async def raw(self, data: bytes) -> Answer:
+        """Send bytes as they are, and read one answer and all that comes behind it until the connection ends."""
+        async with Client(self.port) as client:
+            client.send(data)
+            answer = await client.receive()
+            answer.rest = await client.until_closed()
+            return answer
+
+    async def ask(
+        self, path: str = CHAT, body: bytes = b"", *, method: str = "POST", headers: str = AUTH, version: str = "1.1"
+    ) -> Answer:
+        """One request on a connection of its own."""
+        async with Client(self.port) as client:
+            client.send(request(path, body, method=method, headers=headers, version=version))
+            return await client.receive()
+
+
+def request(
+    path: str = CHAT, body: bytes = b"", *, method: str = "POST", headers: str = AUTH, version: str = "1.1"
+) -> bytes:
+    length = "" if "transfer-encoding" in headers.lower() else f"Content-Length: {len(body)}\r\n"
+    return f"{method} {path} HTTP/{version}\r\nHost: gate\r\n{headers}{length}\r\n".encode("latin-1") + body
+
+
+@dataclass
+class Parts:
+    """What a listener is made of, where a test wants something else."""
+
+    engine: EngineDouble = field(default_factory=EngineDouble)
+    ledger: LedgerDouble = field(default_factory=LedgerDouble)
+    tenants: dict[str, Tenant] = field(
+        default_factory=lambda: {sha256(KEY): Tenant("alpha"), sha256(OTHER_KEY): Tenant("beta")}
+    )
+    settings: WebSettings = SETTINGS
+    profile: EngineProfile | None = field(default_factory=profile)
+
+
+@contextlib.asynccontextmanager
+async def listening(parts: Parts | None = None) -> AsyncIterator[Listener]:
+    parts = parts or Parts()
+    if parts.engine.answer is LineDouble:
+        parts.engine.answer = lambda found: LineDouble(found, pieces=[ANSWER])
+    observer, clock, dialect = ObserverDouble(), ManualClock(), OpenAiChat()
+    ids = iter(range(1, 1000))
+    front = Front(
+        Gate(parts.engine, parts.ledger, new_id=lambda: f"lease-{next(ids)}"),
+        TenantsDouble(parts.tenants),
+        dict.fromkeys((CHAT, "/chat/completions"), (dialect, CHAT)),
+        profile=lambda: parts.profile,
+        observer=observer,
+        clock=clock,
+        settings=parts.settings,
+    )
+    runner = web.ServerRunner(front.server(), shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield Listener(front, parts.engine, parts.ledger, observer, clock, runner.addresses[0][1])
+    finally:
+        await runner.cleanup()
+
+
+@pytest.fixture(autouse=True)
+def silent(caplog: pytest.LogCaptureFixture) -> Any:
+    """Whatever a test here does: no key, and nothing of a prompt, stands in any log at any level."""
+    caplog.set_level(logging.DEBUG)
+    yield
+    records = caplog.get_records("call")
+    text = "".join(f"{logging.Formatter().format(record)} {vars(record)}" for record in records)
+    assert "0451" not in text
+    assert "launch code" not in text
+
+
+@pytest.fixture
+async def listener() -> AsyncIterator[Listener]:
+    async with listening() as found:
+        yield found
+
+
+def assert_refused(answer: Answer, status: int, code: str) -> None:
+    """OpenAI's error form, and the headers that every answer has."""
+    assert (answer.status, answer.error["code"]) == (status, code), answer
+    assert set(answer.error) >= {"message", "type", "param", "code"}
+    assert answer.get("content-type") == "application/json"
+    assert answer.get("server") == "kvgate"
+    assert answer.get("x-request-id")
+    assert answer.get("x-kvgate-reason") == answer.error["reason"]
+    assert b"0451" not in answer.body
+    assert b"launch code" not in answer.body
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - the other side of a socket tells of no event
+            await asyncio.sleep(0.005)
+
+
+# -- an ordinary request
+
+
+@pytest.mark.parametrize("path", [CHAT, "/chat/completions", f"{CHAT}?api-version=1", f"{CHAT}?"])
+async def test_a_served_path_is_answered(listener: Listener, path: str) -> None:
+    """The twin without /v1 goes to the same place under the same check; a query is nobody's."""
+    answer = await listener.ask(path, chat(PROMPT, max_tokens=7))
+    assert (answer.status, answer.body) == (200, ANSWER)
+    assert answer.get("content-type") == "application/json"
+    assert answer.get("server") == "kvgate"
+    assert {name: answer.get(name) for name in HEADERS if answer.get(name) and name != "x-request-id"} == {
+        "x-kvgate-verdict": "admit",
+        "x-kvgate-prompt-tokens": "10",
+        "x-kvgate-count": "engine",
+        "x-kvgate-output-limit": "7",
+        "x-kvgate-usable-generation": "1014",
+        "x-kvgate-n-ctx-slot": "1024",
+        "x-kvgate-kv-type": "unknown",
+        "x-kvgate-engine-build": "b1",
+        "x-kvgate-reuse": "off",
+        "x-kvgate-queue-ms": "250",
+    }
+    (line,) = listener.engine.lines
+    ((method, engine_path, headers, body),) = line.sent
+    assert (method, engine_path, headers) == ("POST", CHAT, {"Content-Type": "application/json"})
+    assert json.loads(body)["max_tokens"] == 7
+    assert listener.ledger.told[-1] == ("settle ended", "lease-1")
+
+
+async def test_a_stream_is_answered_as_one(listener: Listener) -> None:
+    listener.engine.answer = lambda found: LineDouble(found, head=SSE, pieces=[DELTA, DONE])
+    answer = await listener.ask(body=chat(stream=True))
+    assert (answer.status, answer.body) == (200, DELTA + DONE)
+    assert (answer.get("content-type"), answer.get("x-accel-buffering")) == ("text/event-stream", "no")
+    assert answer.get("x-kvgate-verdict") == "admit"
+    assert listener.records[0].stream
+
+
+async def test_a_client_of_http_1_0_gets_its_stream_too(listener: Listener) -> None:
+    listener.engine.answer = lambda found: LineDouble(found, head=SSE, pieces=[DELTA, DONE])
+    answer = await listener.ask(body=chat(stream=True), version="1.0")
+    assert (answer.status, answer.body, answer.get("transfer-encoding")) == (200, DELTA + DONE, None)
+
+
+async def test_a_connection_is_kept_for_the_next_request(listener: Listener) -> None:
+    """After an answer and after a refusal alike."""
+    async with Client(listener.port) as client:
+        for path, status in ((CHAT, 200), ("/nothing", 403), (CHAT, 200)):
+            client.send(request(path, chat()))
+            assert (await client.receive()).status == status
+
+
+async def test_requests_in_one_packet_are_answered_in_order(listener: Listener) -> None:
+    async with Client(listener.port) as client:
+        client.send(b"".join(request(path, chat()) for path in (CHAT, "/nothing", CHAT)))
+        assert [(await client.receive()).status for _ in range(3)] == [200, 403, 200]
+
+
+# -- paths and methods
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/chat%2Fcompletions",
+        "/%761/chat/completions",
+        "/v1/chat/completion%73",
+        "//v1/chat/completions",
+        "/v1//chat/completions",
+        "/v1/chat/completions/",
+        "/v1/chat/completions;a=1",
+        "/v1/./chat/completions",
+        "/v1/x/../chat/completions",
+        "/v1/chat/completions/.",
+        "/v1/chat/completions%00",
+        "/v1/chat/completions%20",
+        "/v1/chat/completions%3f",
+        "/v1/chat/completions#x",
+        "/v1\\chat\\completions",
+        "/V1/chat/completions",
+        "/v1/Chat/Completions",
+        "http://gate/v1/chat/completions",
+        "http://gate/slots",
+        "/",
+        "/slots",
+        "/props",
+        "/metrics",
+        "/lora-adapters",
+        "/v1/chat/completions/input_tokens",
+        "/completion",
+        "/v1/models/",
+        "/v1/models/x",
+        "/<script>",
+    ],
+)
+async def test_any_other_spelling_of_a_path_is_refused(listener: Listener, path: str) -> None:
+    """The engine decodes before it routes; here a path is served as it is spelled, or not at all."""
+    for method in ("POST", "GET"):
+        answer = await listener.ask(path, chat(), method=method)
+        assert_refused(answer, 403, "path_not_served")
+        assert "/v1/chat/completions" in answer.error["message"]
+    assert listener.engine.counted == []
+    assert {(record.path, record.tenant, record.dialect, record.status) for record in listener.records} == {
+        ("-", "-", "-", 403)
+    }
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
+async def test_another_method_is_refused(listener: Listener, method: str) -> None:
+    answer = await listener.ask(CHAT, chat(), method=method)
+    assert_refused(answer, 405, "method_not_allowed")
+    assert "POST" in answer.error["message"]
+    assert listener.engine.counted == []
+
+
+async def test_another_method_on_the_models_is_refused(listener: Listener) -> None:
+    assert_refused(await listener.ask("/v1/models", chat()), 405, "method_not_allowed")
+
+
+async def test_a_head_request_is_refused_without_a_body(listener: Listener) -> None:
+    async with Client(listener.port) as client:
+        client.send(request(method="HEAD"))
+        head = await client.reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 405")
+        client.send(request(body=chat()))
+        assert (await client.receive()).status == 200
+
+
+# -- keys
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ("", "You did not provide"),
+        ("Authorization: \r\n", "not known"),
+        ("Authorization: Bearer\r\n", "not known"),
+        ("Authorization: Bearer \r\n", "not known"),
+        (f"Authorization: {KEY}\r\n", "not known"),
+        (f"Authorization: Basic {KEY}\r\n", "not known"),
+        (f"Authorization: Bearer {KEY}x\r\n", "not known"),
+        (f"Authorization: Bearer {KEY.upper()}\r\n", "not known"),
+        (f"x-api-key: {KEY},{KEY}\r\n", "not known"),
+        ("x-api-key: \r\n", "not known"),
+        ("x-api-key: \xff\xfe\r\n", "not known"),
+        (f"{AUTH}x-api-key: {OTHER_KEY}\r\n", "not known"),
+        (f"{AUTH}x-api-key: \r\n", "not known"),
+        (f"{AUTH}Authorization: Bearer {OTHER_KEY}\r\n", "not known"),
+        (f"{AUTH}Authorization: Basic x\r\n", "not known"),
+        (f"x-api-key: {KEY}\r\nX-API-Key: {OTHER_KEY}\r\n", "not known"),
+        (f"X-Tenant: alpha\r\nProxy-Authorization: Bearer {KEY}\r\n", "You did not provide"),
+    ],
+)
+async def test_without_one_known_key_nobody_is_served(listener: Listener, headers: str, code: str) -> None:
+    """Two different keys contradict each other, whichever would be known; none of them is told back."""
+    answer = await listener.ask(body=chat(PROMPT), headers=headers)
+    assert_refused(answer, 401, "invalid_api_key")
+    assert code in answer.error["message"]
+    assert listener.engine.counted == []
+    assert listener.records[0].tenant == "-"
+    assert_refused(await listener.ask("/v1/models", method="GET", headers=headers), 401, "invalid_api_key")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        AUTH,
+        f"authorization: bearer   {KEY} \r\n",
+        f"Authorization: BEARER {KEY}\r\n",
+        f"x-api-key: {KEY}\r\n",
+        f"X-Api-Key:{KEY}\r\n",
+        f"{AUTH}x-api-key: {KEY}\r\n",
+        AUTH * 2,
+    ],
+)
+async def test_one_key_in_any_of_its_places_is_enough(listener: Listener, headers: str) -> None:
+    assert (await listener.ask(body=chat(), headers=headers)).status == 200
+    assert listener.records[0].tenant == "alpha"
+
+
+async def test_the_anonymous_tenant_is_for_those_without_a_key_only() -> None:
+    """A wrong key stays wrong."""
+    settings = replace(SETTINGS, anonymous_tenant="beta")
+    async with listening(Parts(settings=settings)) as listener:
+        assert (await listener.ask(body=chat(), headers="")).status == 200
+        assert listener.records[0].tenant == "beta"
+        assert_refused(await listener.ask(body=chat(), headers="x-api-key: no\r\n"), 401, "invalid_api_key")
+    async with listening(Parts(settings=replace(SETTINGS, anonymous_tenant="gone"))) as listener:
+        assert_refused(await listener.ask(body=chat(), headers=""), 401, "invalid_api_key")
+
+
+async def test_the_clients_headers_stay_here(listener: Listener) -> None:
+    """Neither its key nor its cookies nor anything else of its head goes to the engine."""
+    await listener.ask(body=chat(), headers=f"{AUTH}Cookie: a=b\r\nX-Session-Id: 7\r\nX-Forwarded-For: 1.2.3.4\r\n")
+    assert listener.engine.lines[0].sent[0][2] == {"Content-Type": "application/json"}
+
+
+# -- bodies
+
+
+def chunked(*pieces: bytes) -> bytes:
+    return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in (*pieces, b""))
+
+
+CHUNKED = f"{AUTH}Transfer-Encoding: chunked\r\n"
+
+
+async def test_a_body_in_chunks_is_a_body(listener: Listener) -> None:
+    body = chat(PROMPT)
+    assert (await listener.ask(body=chunked(body[:7], body[7:]), headers=CHUNKED)).status == 200
+    assert listener.engine.counted == [("openai_chat", body)]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "encode"),
+    [("gzip", gzip.compress), ("deflate", zlib.compress), ("identity", bytes), ("GZip", gzip.compress)],
+)
+async def test_a_compressed_body_is_judged_as_what_it_holds(
+    listener: Listener, encoding: str, encode: Callable[[bytes], bytes]
+) -> None:
+    """And what it holds is what the engine gets, which reads no compressed bodies."""
+    answer = await listener.ask(body=encode(chat(PROMPT)), headers=f"{AUTH}Content-Encoding: {encoding}\r\n")
+    assert answer.status == 200
+    assert listener.engine.counted == [("openai_chat", chat(PROMPT))]
+    assert PROMPT.encode() in listener.engine.lines[0].sent[0][3]
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        (AUTH, chat("x" * 5000)),
+        (CHUNKED, chunked(*[b"x" * 500] * 9)),
+        (CHUNKED, chunked(b"x" * 5000)),
+        (f"{AUTH}Content-Encoding: gzip\r\n", gzip.compress(b"x" * 5000)),
+        (f"{AUTH}Content-Encoding: deflate\r\n", zlib.compress(b"x" * 5000)),
+        (f"{AUTH}Content-Encoding: gzip\r\n", gzip.compress(bytes(3_000_000))),
+        (f"{CHUNKED}Content-Encoding: gzip\r\n", chunked(gzip.compress(bytes(3_000_000)))),
+    ],
+    ids=["declared", "in small chunks", "in one chunk", "gzip", "deflate", "bomb", "chunked bomb"],
+)
+async def test_a_body_that_is_too_large_is_refused_however_it_comes(
+    listener: Listener, headers: str, body: bytes
+) -> None:
+    """By its declared size, by what came of it, by what it would be decompressed."""
+    assert_refused(await listener.ask(body=body, headers=headers), 413, "request_too_large")
+    assert listener.engine.counted == []
+
+
+async def test_a_body_of_just_the_limit_is_read(listener: Listener) -> None:
+    body = chat("x" * (4096 - len(chat(""))))
+    assert len(body) == 4096
+    assert (await listener.ask(body=body)).status == 200
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body"),
+    [
+        ("br", chat()),
+        ("zstd", chat()),
+        ("compress", chat()),
+        ("x-gzip", chat()),
+        ("gzip, gzip", gzip.compress(gzip.compress(chat()))),
+        ("gzip,identity", gzip.compress(chat())),
+        ("rot13", chat()),
+        ("gzip", chat()),
+        ("gzip", gzip.compress(chat())[:20] + b"\x00" * 30),
+        ("deflate", b"\xff" * 40),
+    ],
+)
+async def test_an_encoding_that_cannot_be_read_is_refused(listener: Listener, encoding: str, body: bytes) -> None:
+    """415 in JSON, whether the name is unknown or the bytes are broken."""
+    answer = await listener.ask(body=body, headers=f"{AUTH}Content-Encoding: {encoding}\r\n")
+    assert_refused(answer, 415, "unsupported_encoding")
+    assert listener.engine.counted == []
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    async with (
+        listening(Parts(settings=replace(SETTINGS, body_timeout_s=0.2))) as listener,
+        Client(listener.port) as client,
+    ):
+        client.send(request(body=chat())[:-5])
+        assert_refused(await client.receive(), 408, "request_timeout")
+        assert listener.engine.counted == []
+
+
+@pytest.mark.parametrize("begun", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX: "])
+async def test_a_head_that_does_not_come_is_not_waited_for(begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection costs memory: thousands that trickle must end by themselves."""
+    monkeypatch.setattr(module, "KEEPALIVE_S", 0.1)
+    async with listening() as listener, Client(listener.port) as client:
+        client.send(begun)
+        assert await client.until_closed() == b""
+
+
+@pytest.mark.parametrize("expect", ["100-continue", "100-Continue"])
+async def test_a_client_that_asks_first_is_told_to_go_on(listener: Listener, expect: str) -> None:
+    async with Client(listener.port) as client:
+        client.send(request(body=chat(), headers=f"{AUTH}Expect: {expect}\r\n").removesuffix(chat()))
+        assert (await client.receive()).status == 100
+        client.send(chat())
+        answer = await client.receive()
+        assert (answer.status, answer.body) == (200, ANSWER)
+        client.send(request(body=chat()))
+        assert (await client.receive()).status == 200
+
+
+async def test_a_client_that_asks_first_may_be_told_no(listener: Listener) -> None:
+    """Before it sends a body that nobody wants."""
+    async with Client(listener.port) as client:
+        client.send(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 10\r\n\r\n".encode())
+        assert_refused(await client.receive(), 401, "invalid_api_key")
+    async with Client(listener.port) as client:
+        client.send(
+            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n{AUTH}Expect: 100-continue\r\nContent-Length: 9999\r\n\r\n".encode()
+        )
+        assert_refused(await client.receive(), 413, "request_too_large")
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b'{"messages": 1}', b"[" * 4000])
+async def test_a_body_that_is_no_request_is_the_clients_fault(listener: Listener, body: bytes) -> None:
+    assert_refused(await listener.ask(body=body), 400, "invalid_request")
+
+
+# -- what is not HTTP, or two requests in the clothes of one
+
+
+SECOND = request(body=chat(PROMPT))
+LENGTH = f"{AUTH}Content-Length: 4\r\n"
+SMUGGLED = {
+    "length and chunks": (f"{CHUNKED}Content-Length: 4\r\n", "0\r\n\r\n"),
+    "chunks and length": (f"{LENGTH}Transfer-Encoding: chunked\r\n", "0\r\n\r\n"),
+    "two lengths": (f"{LENGTH}Content-Length: 9\r\n", "{}  "),
+    "a list of lengths": (f"{AUTH}Content-Length: 4, 4\r\n", "{}  "),
+    "a length with a sign": (f"{AUTH}Content-Length: +4\r\n", "{}  "),
+    "a negative length": (f"{AUTH}Content-Length: -4\r\n", "{}  "),
+    "a length in hex": (f"{AUTH}Content-Length: 0x4\r\n", "{}  "),
+    "a huge length": (f"{AUTH}Content-Length: {'9' * 30}\r\n", "{}  "),
+    "a space before the colon": (f"{AUTH}Content-Length : 4\r\n", "{}  "),
+    "chunks and something else": (f"{AUTH}Transfer-Encoding: chunked, x\r\n", "0\r\n\r\n"),
+    "unknown chunks": (f"{AUTH}Transfer-Encoding: xchunked\r\n", "0\r\n\r\n"),
+    "a bad chunk size": (CHUNKED, "zz\r\n\r\n"),
+    "a chunk size with a sign": (CHUNKED, "+2\r\n{}\r\n0\r\n\r\n"),
+    "a chunk longer than told": (CHUNKED, "1\r\n{}\r\n0\r\n\r\n"),
+    "a folded header": (f"{LENGTH}X: a\r\n b\r\n", "{}  "),
+    "a zero byte": (f"{LENGTH}X: a\x00b\r\n", "{}  "),
+    "a lone line feed": (f"{LENGTH}X: a\nY: b\r\n", "{}  "),
+    "a lone carriage return": (f"{LENGTH}X: a\rY: b\r\n", "{}  "),
+}
+
+
+@pytest.mark.parametrize("kind", SMUGGLED)
+async def test_what_two_servers_would_read_differently_ends_the_connection(listener: Listener, kind: str) -> None:
+    """One JSON refusal, and what stands behind it is not a request of anybody's."""
+    headers, body = SMUGGLED[kind]
+    answer = await listener.raw(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n{headers}\r\n{body}".encode() + SECOND)
+    assert_refused(answer, 400, "bad_request")
+    assert answer.rest == b""
+    assert listener.engine.counted == []
+
+
+NO_HTTP = {
+    "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 60,
+    "words": f"hello {KEY}\r\n\r\n".encode(),
+    "an unknown method": request(method="BREW"),
+    "a star for a path": request("*"),
+    "a path in latin-1": request("/\xff"),
+    "http/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "http/9": f"GET /v1/models HTTP/9.9\r\n{AUTH}\r\n".encode(),
+    "a small method": f"post {CHAT} HTTP/1.1\r\nHost: x\r\n{AUTH}\r\n".encode(),
+    "no path": f"POST HTTP/1.1\r\nHost: x\r\n{AUTH}\r\n".encode(),
+    "a path with a space": f"POST /a b HTTP/1.1\r\nHost: x\r\n{AUTH}\r\n".encode(),
+    "a header without a colon": f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n{KEY}\r\n\r\n".encode(),
+    "a long path": f"POST /{KEY}{'a' * 20_000} HTTP/1.1\r\nHost: x\r\n\r\n".encode(),
+    "a long header": f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nX: {KEY}{'a' * 20_000}\r\n\r\n".encode(),
+    "a long key": f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY * 1000}\r\n\r\n".encode(),
+    "a header name": f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n{'a' * 20_000}: {KEY}\r\n\r\n".encode(),
+}
+
+
+@pytest.mark.parametrize("kind", NO_HTTP)
+async def test_what_is_not_http_is_told_so_in_json(listener: Listener, kind: str) -> None:
+    """And ends the connection; nothing of it is logged, for a head may hold a key."""
+    answer = await listener.raw(NO_HTTP[kind])
+    assert_refused(answer, 400, "bad_request")
+    assert answer.rest == b""
+    assert (listener.records[0].status, listener.records[0].reason) == (400, "bad_http")
+
+
+async def test_a_request_without_a_version_has_no_key(listener: Listener) -> None:
+    answer = await listener.raw(b"GET /v1/models\r\n\r\n")
+    assert_refused(answer, 401, "invalid_api_key")
+
+
+@pytest.mark.parametrize("tail", [b"zz\r\n\r\n", b"1\r\n{}\r\n", b"f" * 40 + b"\r\n", b"1\n}\n0\n\n"])
+async def test_chunks_that_break_off_later_are_told_at_once(listener: Listener, tail: bytes) -> None:
+    """The handler is in the middle of the body then; and what stands behind is not a request of anybody's."""
+    async with Client(listener.port) as client:
+        client.send(request(body=b'2\r\n{"\r\n', headers=CHUNKED))
+        await until(lambda: listener.front.in_flight == 1)
+        client.send(tail + SECOND)
+        answer = await client.receive()
+        assert_refused(answer, 400, "bad_request")
+        assert await client.until_closed() == b""
+    assert listener.engine.counted == []
+    assert [record.reason for record in listener.records] == ["bad_http"]
+
+
+async def test_a_head_of_many_headers_is_no_failure_of_ours(listener: Listener) -> None:
+    headers = "".join(f"X-{at}: {at}\r\n" for at in range(2000))
+    answer = await listener.ask(body=chat(), headers=AUTH + headers)
+    assert answer.status in {200, 400}
+    assert answer.get("content-type") == "application/json"
+
+
+async def test_a_request_to_switch_protocols_is_an_ordinary_one(listener: Listener) -> None:
+    upgrade = f"{AUTH}Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    answer = await listener.ask("/v1/models", method="GET", headers=upgrade)
+    assert answer.status == 200
+    answer = await listener.ask(body=chat(), headers=upgrade)
+    assert answer.get("content-type") == "application/json"
+    assert answer.status in {200, 400}
+
+
+# -- the models
+
+
+async def test_each_tenant_sees_its_own_window() -> None:
+    """So that a client compacts in time: the least of the slot's context and the tenant's own limit."""
+    tenants = {
+        sha256(KEY): Tenant("alpha", Limits(context_tokens_max=100)),
+        sha256(OTHER_KEY): Tenant("beta", Limits(context_tokens_max=9999), models=frozenset({"other"})),
+    }
+    async with listening(Parts(tenants=tenants, profile=profile(1024, models=("small", "other")))) as listener:
+        answer = await listener.ask("/v1/models", method="GET")
+        assert [(model["id"], model["context_length"]) for model in json.loads(answer.body)["data"]] == [
+            ("small", 100),
+            ("other", 100),
+        ]
+        other = await listener.ask("/v1/models", method="GET", headers=f"x-api-key: {OTHER_KEY}\r\n")
+        (model,) = json.loads(other.body)["data"]
+        assert (model["id"], model["max_model_len"], model["meta"]) == ("other", 1024, {"n_ctx": 1024})
+        assert (listener.records[1].tenant, listener.records[1].path) == ("beta", "/v1/models")
+
+
+async def test_without_an_engine_there_are_no_models() -> None:
+    async with listening(Parts(profile=None)) as listener:
+        answer = await listener.ask("/v1/models", method="GET")
+        assert_refused(answer, 503, "engine_unreachable")
+        assert answer.get("retry-after") == "2"
+
+
+# -- what goes back
+
+
+async def test_a_rejection_tells_its_arithmetic() -> None:
+    async with listening(Parts(engine=EngineDouble(prompt_tokens=1000))) as listener:
+        answer = await listener.ask(body=chat(PROMPT, max_tokens=500))
+        assert_refused(answer, 400, "context_length_exceeded")
+        assert answer.get("x-kvgate-verdict") == "reject"
+        assert answer.get("x-kvgate-prompt-tokens") == "1000"
+        assert answer.get("x-kvgate-usable-generation") == "24"
+        assert answer.get("x-kvgate-n-ctx-slot") == "1024"
+        assert answer.get("retry-after") is None
+        assert (answer.error["n_ctx"], answer.error["n_prompt_tokens"]) == (1024, 1000)
+
+
+async def test_a_refusal_for_now_says_when_to_come_back() -> None:
+    busy = refused(refusal(Reason.ENGINE_LOADING, retry_after_s=2))
+    async with listening(Parts(engine=EngineDouble(counts=[busy]))) as listener:
+        answer = await listener.ask(body=chat())
+        assert_refused(answer, 503, "engine_loading")
+        assert answer.get("retry-after") == "2"
+
+
+async def test_every_header_of_ours_is_described(listener: Listener) -> None:
+    """`HEADERS` is what the reference is made of."""
+    answers = [await listener.ask(body=chat()), await listener.ask("/nothing"), await listener.ask(body=b"{")]
+    own = {name for answer in answers for name, _ in answer.headers if name.startswith("x-")}
+    assert own <= set(HEADERS)
+
+
+async def test_a_build_of_strange_letters_cannot_break_a_header() -> None:
+    engine = EngineDouble(now=profile(build="b1\r\nX-Evil: 1 \u00e9"))
+    async with listening(Parts(engine=engine)) as listener:
+        answer = await listener.ask(body=chat())
+        assert answer.get("x-kvgate-engine-build") == "b1??X-Evil: 1 ?"
+        assert answer.get("x-evil") is None
+
+
+@pytest.mark.parametrize("given", ["abc-1.2_3", "a" * 64])
+async def test_a_request_id_of_the_clients_own_is_kept(listener: Listener, given: str) -> None:
+    """Its logs and ours can be joined; on refusals too."""
+    for path, body in ((CHAT, chat()), (CHAT, b"{"), ("/nothing", b"")):
+        answer = await listener.ask(path, body, headers=f"{AUTH}x-request-id: {given}\r\n")
+        assert answer.get("x-request-id") == given
+    assert {record.request_id for record in listener.records} == {given}
+
+
+@pytest.mark.parametrize("given", ["", "a b", "a" * 65, "\u00e9", "a;b", "${jndi}"])
+async def test_a_request_id_of_another_shape_is_replaced(listener: Listener, given: str) -> None:
+    answer = await listener.ask(body=chat(), headers=f"{AUTH}x-request-id: {given}\r\n")
+    assert re.fullmatch(r"kvg-[0-9a-f]{24}", answer.get("x-request-id") or "")
+
+
+async def test_a_defect_of_ours_is_500_in_json_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With the request's id and a traceback, and nothing of the request."""
+
+    async def fail() -> None:
+        raise ZeroDivisionError
+
+    async with listening(Parts(engine=EngineDouble(counts=[fail]))) as listener:
+        answer = await listener.ask(body=chat(PROMPT), headers=f"{AUTH}x-request-id: r1\r\n")
+        assert_refused(answer, 500, "internal_error")
+        assert (listener.records[0].status, listener.records[0].reason) == (500, "internal")
+    (found,) = [record for record in caplog.records if record.name == "kvgate.web"]
+    assert vars(found)["request_id"] == "r1"
+    assert found.exc_info is not None
+
+
+async def test_a_defect_of_ours_in_a_stream_cuts_it(listener: Listener) -> None:
+    """A second head inside the first answer's body would be another answer to somebody's next request."""
+    listener.engine.answer = lambda found: LineDouble(found, head=SSE, pieces=[DELTA, ZeroDivisionError()])
+    async with Client(listener.port) as client:
+        client.send(request(body=chat(stream=True)))
+        everything = await client.until_closed()
+    assert everything.startswith(b"HTTP/1.1 200")
+    assert everything.count(b"HTTP/1.1") == 1
+    assert not everything.endswith(b"0\r\n\r\n")
+    assert listener.ledger.told[-1] == ("settle", "lease-1")
+    assert [(record.status, record.reason) for record in listener.records] == [(200, "internal")]
+
+
+# -- hang-ups and pace
+
+
+@pytest.mark.parametrize("stage", ["count", "queue", "open", "head", "stream", "whole"])
+async def test_a_hang_up_cancels_at_once(stage: str) -> None:
+    """Wherever the request is: counted, queued, in prefill, in mid-answer; what it held is settled."""
+    engine = EngineDouble(counts=[forever] if stage == "count" else [], opens=[forever] if stage == "open" else [])
+    ledger = LedgerDouble(replies=[forever] if stage == "queue" else [])
+    if stage == "head":
+        engine.answer = _Silent
+    elif stage == "stream":
+        engine.answer = lambda found: LineDouble(found, head=SSE, pieces=[DELTA, forever])
+    elif stage == "whole":
+        engine.answer = lambda found: LineDouble(found, pieces=[b"{", forever])
+    async with listening(Parts(engine=engine, ledger=ledger)) as listener:
+        async with Client(listener.port) as client:
+            client.send(request(body=chat(PROMPT, stream=stage == "stream")))
+            await until(lambda: listener.front.in_flight == 1)
+            if stage == "stream":
+                assert await client.reader.readuntil(DELTA)
+            await asyncio.sleep(0.05)
+            assert listener.front.in_flight == 1
+        await until(lambda: listener.records != [])
+        (record,) = listener.records
+        assert (record.hung_up, record.status) == (True, 200 if stage == "stream" else 499)
+        assert ledger.settled == ["lease-1"]
+        assert ledger.told[-1][0] == "settle"
+        assert all(line.released == 1 for line in engine.lines)
+        assert listener.front.in_flight == 0
+
+
+class _Silent(LineDouble):
+    async def send(self, *_: Any) -> Head:
+        await forever()
+        raise AssertionError
+
+
+async def test_a_client_found_gone_by_a_write_is_remembered_once() -> None:
+    """Not as a hang-up and then, beside it, as a failure of ours that nobody is there to hear of."""
+
+    async def fail() -> None:
+        raise ConnectionResetError
+
+    async with listening(Parts(engine=EngineDouble(counts=[fail]))) as listener, Client(listener.port) as client:
+        client.send(request(body=chat()))
+        assert await client.until_closed() == b""
+        (record,) = listener.records
+        assert (record.hung_up, record.status, record.reason) == (True, 499, "")
+
+
+async def test_a_hang_up_while_the_body_comes_is_one_too(listener: Listener) -> None:
+    async with Client(listener.port) as client:
+        client.send(request(body=chat(PROMPT))[:-5])
+        await until(lambda: listener.front.in_flight == 1)
+    await until(lambda: listener.records != [])
+    assert (listener.records[0].hung_up, listener.records[0].status) == (True, 499)
+
+
+async def test_a_client_that_reads_nothing_is_cut() -> None:
+    """It cannot hold a slot for ever; and what it did not read was not read from the engine either."""
+    pieces: list[bytes] = [b"data: " + b"x" * 100_000 + b"\n\n"] * 400
+    engine = EngineDouble(answer=lambda found: LineDouble(found, head=SSE, pieces=pieces))
+    async with (
+        listening(Parts(engine=engine, settings=replace(SETTINGS, write_timeout_s=0.3))) as listener,
+        Client(listener.port) as client,
+    ):
+        client.send(request(body=chat(stream=True)))
+        await until(lambda: listener.records != [])
+        (record,) = listener.records
+        assert (record.hung_up, record.status) == (True, 200)
+        assert engine.lines[0].reads < 400
+        assert listener.ledger.told[-1] == ("settle", "lease-1")
+
+
+# -- what is remembered
+
+
+async def test_a_record_of_a_served_request(listener: Listener) -> None:
+    async def later() -> None:
+        listener.clock.advance(3)
+
+    listener.engine.counts = [later]
+    await listener.ask(body=chat(PROMPT, max_tokens=7, n=2), headers=f"{AUTH}x-request-id: r1\r\n")
+    (record,) = listener.records
+    assert (record.request_id, record.tenant, record.dialect, record.path) == ("r1", "alpha", "openai_chat", CHAT)
+    assert (record.status, record.verdict, record.reason, record.duration_s) == (200, "admit", "", 3)
+    assert (record.stream, record.sequences, record.prompt_tokens, record.output_limit) == (False, 2, 10, 7)
+    assert (record.usable_generation, record.n_ctx_slot, record.queued_s) == (1014, 1024, 0.25)
+    assert (record.usage, record.count_drift_tokens) == (Usage(10, 2), 0)
+    assert (record.hung_up, record.reuse_violation) == (False, False)
+    assert PROMPT not in repr(record)
+    assert "0451" not in repr(record)
+
+
+async def test_a_record_of_a_rejected_request() -> None:
+    async with listening(Parts(engine=EngineDouble(prompt_tokens=1000))) as listener:
+        await listener.ask(body=chat(PROMPT, max_tokens=500, stream=True))
+        (record,) = listener.records
+        assert (record.status, record.verdict, record.reason) == (400, "reject", "generation_overflow")
+        assert (record.stream, record.prompt_tokens, record.usable_generation) == (True, 1000, 24)
+        assert (record.output_limit, record.queued_s, record.usage) == (None, None, None)
+
+
+async def test_reuse_that_should_not_have_been_is_remembered(listener: Listener) -> None:
+    """Also that the engine counted otherwise than its counter."""
+    usage = {"prompt_tokens": 12, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 9}}
+    listener.engine.answer = lambda found: LineDouble(found, pieces=[json.dumps({"usage": usage}).encode()])
+    await listener.ask(body=chat())
+    (record,) = listener.records
+    assert (record.reuse_violation, record.count_drift_tokens) == (True, 2)
+
+
+async def test_a_failure_of_the_engine_is_remembered(listener: Listener) -> None:
+    listener.engine.answer = lambda found: LineDouble(found, head=SSE, pieces=[DELTA])
+    answer = await listener.ask(body=chat(stream=True))
+    assert answer.body.endswith(DONE)
+    (record,) = listener.records
+    assert (record.status, record.reason, record.verdict) == (200, "engine_failed", "admit")
+    assert record.detail
+
+
+# -- going down
+
+
+async def test_a_draining_gate_refuses_what_is_new_and_finishes_what_runs() -> None:
+    go = asyncio.Event()
+
+    async def wait() -> None:
+        await go.wait()
+
+    async with listening() as listener:
+        listener.engine.answer = lambda found: LineDouble(found, pieces=[ANSWER[:5], wait, ANSWER[5:]])
+        running = asyncio.create_task(listener.ask(body=chat()))
+        await until(lambda: listener.front.in_flight == 1)
+        listener.front.draining = True
+        idle = asyncio.create_task(listener.front.idle())
+        answer = await listener.ask(body=chat())
+        assert_refused(answer, 503, "gate_draining")
+        assert answer.get("retry-after") == "5"
+        assert not idle.done()
+        go.set()
+        assert (await running).body == ANSWER
+        async with asyncio.timeout(5):
+            await idle
+
+
+async def test_a_gate_that_goes_down_cuts_what_does_not_end() -> None:
+    """After the grace period: the client sees a cut, the engine is told, the lease drains."""
+    async with listening() as listener:
+        listener.engine.answer = lambda found: LineDouble(found, head=SSE, pieces=[DELTA, forever])
+        client = await Client(listener.port).__aenter__()
+        client.send(request(body=chat(stream=True)))
+        await client.reader.readuntil(DELTA)
+    assert not (await client.until_closed()).endswith(b"0\r\n\r\n")
+    assert listener.ledger.told[-1] == ("settle", "lease-1")
+    assert listener.records[0].hung_up
+    client.writer.close()
