@@ -11,21 +11,27 @@ from kvgate.core.admission import Reject, decide
 from kvgate.core.ledger import Denied, Reservation
 from kvgate.core.reason import Reason, refusal
 from kvgate.core.reuse import Reuse
-from kvgate.ports import Refused
+from kvgate.core.tenant import Quota
+from kvgate.ports import PROBE_SIZE, LineFailed, Refused
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from kvgate.core.admission import Admit, Clamp, Verdict
-    from kvgate.core.ask import Usage
     from kvgate.core.ledger import Lease
+    from kvgate.core.pool import KvPool
     from kvgate.core.profile import EngineProfile
     from kvgate.core.reason import Refusal
     from kvgate.core.tenant import Tenant
-    from kvgate.ports import Counted, Dialect, Engine, LedgerPort, Line, ReadRequest
+    from kvgate.ports import Counted, Dialect, Engine, LedgerPort, Line, ReadRequest, Told
 
 ATTEMPTS = 3
 """How often one request is judged anew because the engine changed under it."""
+
+PROBE_TENANT = "kvgate-probe"
+"""Who holds the lease of the gate's own probes."""
+
+PROBE_QUOTA = Quota(queue_timeout_s=5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +45,15 @@ class Call:
 
 @dataclass(slots=True)
 class Receipt:
-    """What the relay reports back: whether the engine's answer `ended` properly, and what it cost."""
+    """What the relay reports back.
+
+    `ended`: the engine's answer came to its proper end. `told`: what it said it cost. `events`: how many pieces
+    of output passed, for an answer that was cut before it told.
+    """
 
     ended: bool = False
-    usage: Usage | None = None
+    told: Told | None = None
+    events: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +66,20 @@ class Admitted:
 
     verdict: Admit | Clamp
     request: ReadRequest
+    counted: Counted
     body: bytes
     line: Line
     lease: Lease
-    profile: EngineProfile
     reuse: Reuse
     start: Callable[[], None]
     answered: Callable[[], None]
     receipt: Receipt
+    explain: Callable[[int, bytes], Refusal]
+
+    @property
+    def profile(self) -> EngineProfile:
+        """The engine that it was judged for."""
+        return self.counted.profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +89,12 @@ class Rejected:
     refusal: Refusal
     verdict: Verdict | None = None
     request: ReadRequest | None = None
-    profile: EngineProfile | None = None
+    counted: Counted | None = None
+
+    @property
+    def profile(self) -> EngineProfile | None:
+        """The engine that it was judged for, where it came that far."""
+        return None if self.counted is None else self.counted.profile
 
 
 class Gate:
@@ -88,6 +110,7 @@ class Gate:
         self._engine = engine
         self._ledger = ledger
         self._new_id = new_id
+        self._probing = asyncio.Lock()
 
     @asynccontextmanager
     async def admit(self, call: Call) -> AsyncIterator[Admitted | Rejected]:
@@ -110,47 +133,82 @@ class Gate:
         yield Rejected(refusal(Reason.ENGINE_CHANGED, retry_after_s=1), request=request)
 
     @asynccontextmanager
-    async def _judged(self, call: Call, request: ReadRequest) -> AsyncIterator[Admitted | Rejected | None]:
-        """One judgement, under one lease id minted first; None where the engine changed meanwhile."""
+    async def _settled(self) -> AsyncIterator[_Held]:
+        """Hold what is taken under one lease id, minted first; whatever happens, it is given back here."""
         held = _Held(self._new_id())
         try:
-            yield await self._judge(call, request, held)
+            yield held
         finally:
             if held.line is not None:
                 held.line.release()
             await asyncio.shield(self._ledger.settle(held.lease_id, ended=held.receipt.ended))
 
+    @asynccontextmanager
+    async def _judged(self, call: Call, request: ReadRequest) -> AsyncIterator[Admitted | Rejected | None]:
+        """One judgement; None where the engine changed meanwhile."""
+        async with self._settled() as held:
+            yield await self._judge(call, request, held)
+
     async def _judge(self, call: Call, request: ReadRequest, held: _Held) -> Admitted | Rejected | None:
-        tenant = call.tenant
+        tenant, engine = call.tenant, self._engine
         try:
-            counted = await self._engine.count(call.dialect.name, call.body)
-            pool = self._engine.pool(counted.profile)
-            verdict = decide(request.ask, counted.prompt_tokens, pool, tenant)
+            counted = await engine.count(call.dialect.name, request, call.body)
+            pool = engine.pool(counted.profile)
+            verdict = decide(request.ask, counted.prompts, pool, tenant)
             if isinstance(verdict, Reject):
-                return Rejected(verdict.refusal, verdict, request, counted.profile)
+                return Rejected(verdict.refusal, verdict, request, counted)
+            await self._check_reuse(call.dialect.name, counted, pool)
             reservation = Reservation(held.lease_id, tenant.name, tenant.quota, verdict.size)
             lease = await self._ledger.reserve(reservation, pool)
             if isinstance(lease, Denied):
                 return _denied(lease, tenant, verdict, request, counted)
-            held.line = await self._engine.open()
+            held.line = await engine.open()
         except Refused as refused:
+            if refused.refusal.reason is Reason.ENGINE_CHANGED:
+                return None  # between two counts of one request
             return Rejected(refused.refusal, request=request)
         if held.line.profile != counted.profile:
             return None
         reuse = Reuse.OFF
-        edit = call.dialect.cap(request, verdict.size) | self._engine.reuse_edit(reuse)
+        edit = call.dialect.cap(request, verdict.size) | engine.reuse_edit(reuse)
         return Admitted(
             verdict=verdict,
             request=request,
+            counted=counted,
             body=request.document.edited(edit),
             line=held.line,
             lease=lease,
-            profile=counted.profile,
             reuse=reuse,
             start=lambda: self._ledger.hand_over(held.lease_id),
             answered=lambda: self._ledger.answered(held.lease_id),
             receipt=held.receipt,
+            explain=engine.explain,
         )
+
+    async def _check_reuse(self, dialect: str, counted: Counted, pool: KvPool) -> None:
+        """Refuse a dialect whose requests cannot carry the switch, unless the engine has reuse off by itself."""
+        if self._engine.reuse_is_off(dialect, counted.profile) is None:
+            async with self._probing:
+                if self._engine.reuse_is_off(dialect, counted.profile) is None:
+                    await self._probe(pool)
+        found = self._engine.reuse_is_off(dialect, counted.profile)
+        if found is None:
+            raise Refused(refusal(Reason.REUSE_UNPROVEN, retry_after_s=2))
+        if not found:
+            raise Refused(refusal(Reason.REUSE_SWITCH, retry_after_s=60))
+
+    async def _probe(self, pool: KvPool) -> None:
+        async with self._settled() as held:
+            reservation = Reservation(held.lease_id, PROBE_TENANT, PROBE_QUOTA, PROBE_SIZE)
+            if isinstance(await self._ledger.reserve(reservation, pool), Denied):
+                return  # found out nothing: the next request tries again
+            held.line = await self._engine.open()
+            self._ledger.hand_over(held.lease_id)
+            try:
+                await self._engine.probe_reuse(held.line)
+            except LineFailed:
+                raise Refused(refusal(Reason.ENGINE_UNREACHABLE, retry_after_s=1)) from None
+            held.receipt.ended = True
 
 
 @dataclass(slots=True)
@@ -180,8 +238,9 @@ def _denied(
             retry_after_s=denied.retry_after_s,
             waiting=denied.waiting,
             queue_timeout_s=tenant.quota.queue_timeout_s,
+            problem="what it told before does not hold any more",
         ),
         verdict,
         request,
-        counted.profile,
+        counted,
     )

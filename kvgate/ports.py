@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
+
+from kvgate.core.ask import Size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvgate.core.ask import Ask, Size, Usage
+    from kvgate.core.ask import Ask, Usage
     from kvgate.core.json_object import Edit, JsonObject
     from kvgate.core.ledger import Denied, Lease, Reservation
     from kvgate.core.pool import KvPool
     from kvgate.core.profile import EngineProfile
-    from kvgate.core.reason import Reason, Refusal
+    from kvgate.core.reason import Refusal
     from kvgate.core.reuse import Reuse
     from kvgate.core.startup_log import StartupLog
     from kvgate.core.tenant import Tenant
 
 
-class Refused(Exception):
-    """Raised by an adapter that must refuse a request; the gate turns it into a value at once."""
+PROBE_SIZE: Final = Size(prompt_tokens=96, output_tokens=1)
+"""What a probe of the engine's default reuse holds at most."""
 
-    def __init__(self, refusal: Refusal) -> None:
+
+class Refused(Exception):
+    """Raised by an adapter that must refuse a request; the gate turns it into a value at once.
+
+    `detail` is the cause for the operator's log and commands, in kvgate's own words.
+    """
+
+    def __init__(self, refusal: Refusal, detail: str = "") -> None:
         super().__init__(refusal.reason.label)
         self.refusal = refusal
+        self.detail = detail
 
 
 class LineFailed(Exception):
@@ -47,16 +57,37 @@ class ReadRequest:
     usage_shown: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What an answer says it cost.
+
+    Engines tell less than the truth where one request has several answers: llama.cpp tells only of the first.
+
+    Args:
+        usage: the figures, as far as they are told.
+        prompts: how many of the request's prompts, from the first on, `usage.prompt_tokens` is the sum of.
+        untold: the texts of answers whose tokens are in no figure.
+    """
+
+    usage: Usage
+    prompts: int = 1
+    untold: tuple[str, ...] = ()
+
+
 class StreamTap(Protocol):
     """Watches one answer stream, event by event, in its dialect.
 
-    `usage` once the engine told it, `ended` once the dialect's end marker passed, `failure` once the engine
-    told of an error inside the stream (that event is kept back: the relay says it in the dialect's words).
+    `told` once the engine said what it cost, `ended` once the dialect's end marker passed, `failure` the data of
+    an error event (kept back: the relay says it in the dialect's words), `events` how many carried output.
     """
 
-    usage: Usage | None
     ended: bool
-    failure: Reason | None
+    failure: bytes | None
+    events: int
+
+    @property
+    def told(self) -> Told | None:
+        """What the stream has said that it cost."""
 
     def take(self, event: bytes) -> bytes:
         """One whole event from the engine; returns what of it the client gets, perhaps nothing."""
@@ -69,6 +100,14 @@ class Dialect(Protocol):
     def name(self) -> str:
         """A short word for metric labels and logs."""
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Where its inference requests are served, exactly so spelled; the first is the engine's own path."""
+
+    @property
+    def controls(self) -> tuple[str, ...]:
+        """Paths beside it that run no inference: counters, the tokenizer, the template."""
+
     def read(self, body: bytes) -> ReadRequest:
         """Judge a body.
 
@@ -79,7 +118,7 @@ class Dialect(Protocol):
     def cap(self, request: ReadRequest, size: Size) -> Edit:
         """The edit that makes the judged output limit, and nothing else, the request's own."""
 
-    def usage(self, body: bytes) -> Usage | None:
+    def told(self, request: ReadRequest, body: bytes) -> Told | None:
         """What a whole, unstreamed answer says it cost."""
 
     def tap(self, request: ReadRequest) -> StreamTap:
@@ -131,20 +170,31 @@ class Line(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """An exact prompt size, in tokens, and the engine that said so."""
+    """A request's prompt sizes, in tokens and in its own order, and the engine that said so.
 
-    prompt_tokens: int
+    `exact` is False where a figure is a certain bound rather than the count.
+    """
+
+    prompts: tuple[int, ...]
     profile: EngineProfile
+    exact: bool = True
 
 
 class Engine(Protocol):
     """The inference server, as the gate sees it."""
 
-    async def count(self, dialect: str, body: bytes) -> Counted:
+    async def count(self, dialect: str, request: ReadRequest, body: bytes) -> Counted:
         """The exact number of prompt tokens, by the engine's own counter.
 
         Raises:
             Refused: the engine is not to be had, is too small, or cannot count this body.
+        """
+
+    async def count_text(self, text: str) -> int:
+        """The tokens of a bare text, nothing added.
+
+        Raises:
+            Refused: as `count`.
         """
 
     async def open(self) -> Line:
@@ -159,6 +209,23 @@ class Engine(Protocol):
 
     def reuse_edit(self, reuse: Reuse) -> Edit:
         """The edit that tells this kind of engine what prefix reuse the request may have."""
+
+    def reuse_is_off(self, dialect: str, profile: EngineProfile) -> bool | None:
+        """Whether a request of this dialect can be kept from reuse on this engine.
+
+        True where the request carries the switch, or the engine was seen to have reuse off; False where it was
+        seen to have it on; None where it must be probed first.
+        """
+
+    async def probe_reuse(self, line: Line) -> None:
+        """Find out, on a line of one's own and with a lease of `PROBE_SIZE`, whether reuse is on by default.
+
+        Raises:
+            LineFailed: the connection broke.
+        """
+
+    def explain(self, status: int, body: bytes) -> Refusal:
+        """What the engine's error answer means, in words that quote neither prompt nor key."""
 
 
 class StartupLogSource(Protocol):
@@ -203,7 +270,8 @@ class RequestRecord:
     """All that is remembered of one request; no prompt, no key, nothing of the client's own wording.
 
     Times are seconds, sizes tokens; None where the request did not come that far. `tenant` is "-" where no
-    key was accepted, `path` only ever a served path or "-".
+    key was accepted, `path` only ever a served path or "-". `count_drift_tokens` is by how much the engine's
+    usage differs from what was counted; 0 is as it must be.
     """
 
     request_id: str
@@ -224,14 +292,8 @@ class RequestRecord:
     usage: Usage | None = None
     hung_up: bool = False
     reuse_violation: bool = False
+    count_drift_tokens: int = 0
     detail: str = ""
-
-    @property
-    def count_drift_tokens(self) -> int | None:
-        """By how much the engine's own usage differs from what was counted; 0 is as it must be."""
-        if self.usage is None or self.prompt_tokens is None:
-            return None
-        return self.usage.prompt_tokens - self.prompt_tokens
 
 
 class Observer(Protocol):

@@ -79,11 +79,11 @@ async def _stream(admitted: Admitted, dialect: Dialect, client: Client, headers:
     except (LineFailed, EventTooLarge) as failed:
         broken = str(failed)
     finally:
-        admitted.receipt.usage = tap.usage
+        admitted.receipt.told, admitted.receipt.events = tap.told, tap.events
     if tap.failure is None and tap.ended and not broken:
         admitted.receipt.ended = True
         return Relayed(200)
-    failure = refusal(tap.failure or Reason.ENGINE_FAILED)
+    failure = refusal(Reason.ENGINE_FAILED) if tap.failure is None else admitted.explain(500, tap.failure)
     await client.write(dialect.refuse_in_stream(failure))
     return Relayed(200, failure, broken or "the stream had no end marker")
 
@@ -102,9 +102,10 @@ async def _whole(
         return await _refuse(Reason.ENGINE_FAILED, dialect, client, headers, f"in mid-answer: {failed}")
     body = b"".join(parts)
     admitted.receipt.ended = True
-    admitted.receipt.usage = dialect.usage(body)
-    if head.status >= 500 and b"Context size has been exceeded" in body:
-        return await _refuse(Reason.ENGINE_OVERFLOW, dialect, client, headers)
+    if head.status >= 400:
+        failure = admitted.explain(head.status, body)
+        return await _say(failure, dialect, client, headers)
+    admitted.receipt.told = dialect.told(admitted.request, body)
     await client.whole(head.status, {**_passed_on(head), **headers}, body)
     return Relayed(head.status)
 
@@ -112,10 +113,17 @@ async def _whole(
 async def _refuse(
     reason: Reason, dialect: Dialect, client: Client, headers: Mapping[str, str], detail: str = ""
 ) -> Relayed:
-    failure = refusal(reason)
-    told = {**headers, "Content-Type": "application/json", "x-kvgate-reason": reason.label}
-    await client.whole(reason.status, told, dialect.refuse(failure))
-    return Relayed(reason.status, failure, detail)
+    return await _say(refusal(reason), dialect, client, headers, detail)
+
+
+async def _say(
+    failure: Refusal, dialect: Dialect, client: Client, headers: Mapping[str, str], detail: str = ""
+) -> Relayed:
+    told = {**headers, "Content-Type": "application/json", "x-kvgate-reason": failure.reason.label}
+    if failure.retry_after_s is not None:
+        told["retry-after"] = str(failure.retry_after_s)
+    await client.whole(failure.reason.status, told, dialect.refuse(failure))
+    return Relayed(failure.reason.status, failure, detail)
 
 
 PASSED_ON = ("content-type", "cache-control", "x-accel-buffering")

@@ -66,78 +66,106 @@ class Reject:
 Verdict = Admit | Clamp | Reject
 
 
-def room(prompt_tokens: int, sequences: int, pool: KvPool, tenant: Tenant) -> Room:
+def room(prompts: tuple[int, ...], sequences: int, pool: KvPool, tenant: Tenant) -> Room:
     """The room for each answer: the least of what slot, tenant, pool and the tenant's KV share leave.
 
     Ties go to the bound named first, so that a message names the slot where the slot alone would do.
+
+    Args:
+        prompts: tokens of the prompts that run side by side.
+        sequences: answers that run side by side, len(prompts) or a multiple of it.
+        pool: what the engine can hold.
+        tenant: whose bounds apply beside it.
     """
-    slot = pool.tokens_per_slot
+    longest, slot = max(prompts), pool.tokens_per_slot
     own, held = tenant.limits.context_tokens_max, tenant.quota.kv_tokens_max
-    bounds = [(slot - prompt_tokens - pool.margin_tokens, slot, "slot")]
+    bounds = [(slot - longest - pool.margin_tokens, slot, "slot")]
     if own is not None:
-        bounds.append((own - prompt_tokens - pool.margin_tokens, own, "tenant"))
+        bounds.append((own - longest - pool.margin_tokens, own, "tenant"))
     whole = pool.grantable_tokens
-    bounds.append((pool.output_room(prompt_tokens, sequences, whole), whole, "pool"))
+    bounds.append((pool.output_room(prompts, sequences, whole), whole, "pool"))
     if held is not None:
-        bounds.append((pool.output_room(prompt_tokens, sequences, held), held, "tenant_kv"))
+        bounds.append((pool.output_room(prompts, sequences, held), held, "tenant_kv"))
     usable, limit, name = min(bounds, key=lambda bound: bound[0])
-    return Room(limit, name, prompt_tokens, usable)
+    return Room(limit, name, longest, usable)
 
 
-def decide(ask: Ask, prompt_tokens: int, pool: KvPool, tenant: Tenant) -> Verdict:
+def decide(ask: Ask, prompts: tuple[int, ...], pool: KvPool, tenant: Tenant) -> Verdict:
     """Judge one request against the pool and its tenant's Limits.
 
-    1. More sequences than can ever run side by side: refused, with the number that can.
-    2. Less room than `output_tokens_min`: the prompt overflows. No policy helps; trimming is another step.
+    1. A list of prompts runs as slots come free: at most as many at once as there are slots for, and the
+       longest may be among them. More sequences than can ever run side by side: refused, with the number.
+    2. Less room than `output_tokens_min` (0 where nothing is generated): the prompt overflows. No policy helps;
+       trimming is another step.
     3. No limit asked: the tenant's default, or what fits of it. A default never causes a rejection.
     4. The asked limit fits: admitted as it is.
     5. It does not: clamped to what fits where the tenant's policy says so, else the generation overflows.
+
+    Args:
+        ask: what is wanted.
+        prompts: tokens of each prompt, in any order; one, except for prompt lists.
+        pool: what the engine can hold.
+        tenant: whose Limits apply.
     """
-    own = tenant.quota.concurrency_max
-    most = pool.slots if own is None else min(pool.slots, own)
-    if ask.sequences > most:  # 1
-        return Reject(
-            refusal(
-                Reason.TOO_MANY_SEQUENCES,
-                param="n",
-                sequences=ask.sequences,
-                sequences_max=most,
-                figures=(("sequences_max", most),),
-            ),
-            None,
-        )
-    found = room(prompt_tokens, ask.sequences, pool, tenant)
-    usable, limits = found.usable_generation, tenant.limits
-    if usable < limits.output_tokens_min:  # 2
-        return Reject(_overflow(Reason.PROMPT_OVERFLOW, ask, found, limits.output_tokens_min), found)
-    if ask.output_tokens is None:  # 3
-        output = min(limits.output_tokens_default, usable)
-        return Admit(Size(prompt_tokens, output, ask.sequences), found)
-    if ask.output_tokens <= usable:  # 4
-        return Admit(Size(prompt_tokens, ask.output_tokens, ask.sequences), found)
+    most = min(pool.slots, pool.slots if tenant.quota.concurrency_max is None else tenant.quota.concurrency_max)
+    at_once = max(1, min(len(prompts), pool.slots // ask.sequences))
+    sequences = at_once * ask.sequences
+    if sequences > most:  # 1
+        return Reject(_too_many(ask, sequences, most), None)
+    held = tuple(sorted(prompts, reverse=True)[:at_once])
+    found, limits = room(held, sequences, pool, tenant), tenant.limits
+    usable, least = found.usable_generation, limits.output_tokens_min if ask.generates else 0
+    if usable < least:  # 2
+        return Reject(_overflow(Reason.PROMPT_OVERFLOW, ask, found, least, held), found)
+    wanted = ask.output_tokens
+    if wanted is None:  # 3
+        wanted = min(limits.output_tokens_default, usable)
+    side_by_side, queued = held if at_once > 1 else (), len(prompts) - at_once
+    size = Size(held[0], min(wanted, usable), sequences, side_by_side, queued)
+    if wanted <= usable:  # 4
+        return Admit(size, found)
     if limits.on_overflow is OnOverflow.CLAMP:  # 5
-        return Clamp(Size(prompt_tokens, usable, ask.sequences), found, ask.output_tokens)
-    return Reject(_overflow(Reason.GENERATION_OVERFLOW, ask, found, limits.output_tokens_min), found)
+        return Clamp(size, found, wanted)
+    return Reject(_overflow(Reason.GENERATION_OVERFLOW, ask, found, least, held), found)
 
 
-def _overflow(reason: Reason, ask: Ask, found: Room, output_tokens_min: int) -> Refusal:
-    asked = ask.output_tokens or 0
+def _too_many(ask: Ask, sequences: int, most: int) -> Refusal:
+    return refusal(
+        Reason.TOO_MANY_SEQUENCES,
+        param="n" if ask.sequences > most else ask.prompt_field,
+        sequences=sequences,
+        sequences_max=most,
+        figures=(("sequences_max", most),),
+    )
+
+
+def _overflow(reason: Reason, ask: Ask, found: Room, output_tokens_min: int, held: tuple[int, ...]) -> Refusal:
+    asked, listed = ask.output_tokens or 0, len(held) > 1
+    together = f"the {len(held)} longest prompts of your list, which run side by side, have {sum(held)} tokens"
     return refusal(
         reason,
-        param="messages" if reason is Reason.PROMPT_OVERFLOW else "max_tokens",
+        param=ask.prompt_field if reason is Reason.PROMPT_OVERFLOW else ask.limit_field,
         figures=(
             ("n_prompt_tokens", found.prompt_tokens),
             ("n_ctx", found.limit_tokens),
             ("limited_by", found.limited_by),
             ("usable_generation", found.usable_generation),
             ("requested_output_tokens", asked),
+            ("output_tokens_min", output_tokens_min),
         ),
-        limit_tokens=found.limit_tokens,
+        # The limit that binds one answer: what is reserved beside it (margins, other answers) is taken off, so that
+        # the sum that the sentence names is always above the limit that it names.
+        limit_tokens=found.limit_tokens
+        if reason is Reason.PROMPT_OVERFLOW
+        else found.prompt_tokens + found.usable_generation,
         limited_by_clause=_CLAUSES[found.limited_by],
         prompt_tokens=found.prompt_tokens,
+        prompt_clause=together if listed else f"your prompt has {found.prompt_tokens} tokens",
+        beside="each prompt of this list" if listed else "this prompt",
+        advice="split the list" if listed else f"shorten the {ask.prompt_field.replace('_', ' ')}",
         usable_generation=max(found.usable_generation, 0),
         output_tokens_min=output_tokens_min,
         asked_tokens=asked,
-        requested_tokens=found.prompt_tokens + asked * ask.sequences,
-        sequences_clause=f" x {ask.sequences} answers" if ask.sequences > 1 else "",
+        requested_tokens=found.prompt_tokens + asked,
+        sequences_clause=f"each of {ask.sequences} answers" if ask.sequences > 1 else "the answer",
     )

@@ -10,12 +10,15 @@ from json.decoder import scanstring  # type: ignore[attr-defined]  # the C scann
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 DEPTH_MAX = 200
 """Nesting beyond this is refused: no request needs it, and parsers differ in where they give up."""
 
 _SPACE = re.compile(r"[ \t\n\r]*")
+_LONG_INTEGER = re.compile(r"[0-9]{309}")
+"""Beyond the range of a double, where llama.cpp's parser gives up (its largest has 309 digits, 1.8e308)."""
+
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _NESTING = re.compile(r'"[^"]*"?|[\[\]{}]')
 
@@ -98,7 +101,14 @@ def _finite(digits: str) -> float:
     return number
 
 
-_scan = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite).scan_once  # type: ignore[attr-defined]
+def _within_doubles(digits: str) -> int:
+    _finite(digits)
+    return int(digits)
+
+
+_decoder = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
+_wary = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite, parse_int=_within_doubles)
+_scan, _scan_warily = _decoder.scan_once, _wary.scan_once  # type: ignore[attr-defined]  # the C scanners
 
 
 def read_object(body: bytes) -> JsonObject:
@@ -117,22 +127,17 @@ def read_object(body: bytes) -> JsonObject:
     text = text.removeprefix("\ufeff")
     _check_depth(text)
     try:
-        found = _read(text)
+        found = _read(text, _scan_warily if _LONG_INTEGER.search(text) else _scan)
     except json.JSONDecodeError as error:
         raise MalformedJson(f"the body is not JSON: {error.msg} (character {error.pos})") from None
     except RecursionError:
         raise MalformedJson(f"the body is nested more than {DEPTH_MAX} deep") from None
-    except MalformedJson:
-        raise
-    except ValueError:
-        # CPython refuses to convert integers of thousands of digits (CVE-2020-10735).
-        raise MalformedJson("a number has too many digits") from None
     if _SURROGATE.search(text):
         _check_surrogates(found)
     return found
 
 
-def _read(text: str) -> JsonObject:
+def _read(text: str, scan: Callable[[str, int], tuple[Any, int]]) -> JsonObject:
     open_at = at = _skip(text, 0)
     if text[at : at + 1] != "{":
         raise MalformedJson("the body must be a JSON object")
@@ -150,7 +155,7 @@ def _read(text: str) -> JsonObject:
             raise json.JSONDecodeError("Expecting ':' delimiter", text, at)
         value_start = _skip(text, at + 1)
         try:
-            value, at = _scan(text, value_start)
+            value, at = scan(text, value_start)
         except StopIteration as stop:
             raise json.JSONDecodeError("Expecting value", text, stop.value) from None
         if key in members:

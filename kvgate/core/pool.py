@@ -44,16 +44,18 @@ class KvPool:
     def cells(self, size: Size) -> int:
         """Cells that a request of this size can take at most.
 
-        Shared prompt: P + n x (G + margin), measured on llama.cpp (pool 1024, prompt 591, 100 out, n=4
-        runs). Otherwise each sequence holds a copy: n x (P + G + margin).
+        Shared prompt: each prompt once, plus each sequence's output and margin, measured on llama.cpp (pool
+        1024, prompt 591, 100 out, n=4 runs). Otherwise each sequence holds a copy of its prompt.
         """
         output = size.sequences * (size.output_tokens + self.margin_tokens)
-        return output + size.prompt_tokens * (1 if self.prompt_shared else size.sequences)
+        return output + self._prompt_cells(size.distinct, size.sequences)
 
-    def output_room(self, prompt_tokens: int, sequences: int, within_tokens: int) -> int:
+    def output_room(self, prompts: tuple[int, ...], sequences: int, within_tokens: int) -> int:
         """The largest output limit with which the request's cells stay within `within_tokens`.
 
-        The inverse of `cells`; negative where the prompt alone is too much.
+        The inverse of `cells`; negative where the prompts alone are too much.
         """
-        prompt = prompt_tokens * (1 if self.prompt_shared else sequences)
-        return (within_tokens - prompt) // sequences - self.margin_tokens
+        return (within_tokens - self._prompt_cells(prompts, sequences)) // sequences - self.margin_tokens
+
+    def _prompt_cells(self, prompts: tuple[int, ...], sequences: int) -> int:
+        return sum(prompts) * (1 if self.prompt_shared else sequences // len(prompts))

@@ -41,9 +41,9 @@ class Reason(Enum):
         "prompt_overflow",
         400,
         *_OVERFLOW,
-        "This model's maximum context length is {limit_tokens} tokens{limited_by_clause}. However, your prompt "
-        "has {prompt_tokens} tokens, which leaves {usable_generation} for the answer where at least "
-        "{output_tokens_min} must fit. Please shorten the messages.",
+        "This model's maximum context length is {limit_tokens} tokens{limited_by_clause}. However, {prompt_clause}, "
+        "which leaves {usable_generation} for the answer where at least "
+        "{output_tokens_min} must fit. Please {advice}.",
         "The prompt leaves less room than `output_tokens_min`. Shorten the conversation, or raise the limit "
         "that the message names.",
     )
@@ -52,9 +52,8 @@ class Reason(Enum):
         400,
         *_OVERFLOW,
         "This model's maximum context length is {limit_tokens} tokens{limited_by_clause}. However, you requested "
-        "{requested_tokens} tokens ({prompt_tokens} in the prompt, {asked_tokens} for the answer{sequences_clause})."
-        " At most {usable_generation} fit beside this prompt. Please ask for a shorter answer or shorten the "
-        "messages.",
+        "{requested_tokens} tokens ({prompt_tokens} in the prompt, {asked_tokens} for {sequences_clause}). "
+        "At most {usable_generation} fit beside {beside}. Please ask for a shorter answer or {advice}.",
         'Prompt and output limit together do not fit. Ask for less, or set `on_overflow = "clamp"` for the tenant.',
     )
     TOO_MANY_SEQUENCES = Row(
@@ -62,8 +61,8 @@ class Reason(Enum):
         400,
         "too_many_sequences",
         _INVALID,
-        "You asked for {sequences} answers at once; at most {sequences_max} can run here. Please split the request.",
-        "`n` is above the engine's slots or the tenant's `concurrency_max`.",
+        "This request runs {sequences} sequences at once; at most {sequences_max} can run here. Please split it.",
+        "`n`, or a list of prompts, is above the engine's slots or the tenant's `concurrency_max`.",
     )
     MALFORMED = Row(
         "malformed",
@@ -80,7 +79,15 @@ class Reason(Enum):
         "bad_request",
         _INVALID,
         "{problem}",
-        "The request is not valid HTTP, or its head is too large.",
+        "The request is not valid HTTP, or its body broke off.",
+    )
+    HEAD_TOO_LARGE = Row(
+        "head_too_large",
+        431,
+        "head_too_large",
+        _INVALID,
+        "{problem}",
+        "The request line or a header is over 8 KiB.",
     )
     MISSING_KEY = Row(
         "missing_key",
@@ -220,6 +227,41 @@ class Reason(Enum):
         "The inference server could not count this request's tokens: {problem}",
         "The engine's own counter refused the body (a template error, broken tool arguments, an image without "
         "a projector). Nothing unsized is let through.",
+    )
+    ENGINE_REFUSED = Row(
+        "engine_refused",
+        400,
+        "engine_refused",
+        _INVALID,
+        "The inference server refused this request: {problem}",
+        "The engine's own check found a mistake in the body (a grammar, a sampler, a field's type).",
+    )
+    ENGINE_CANNOT = Row(
+        "engine_cannot",
+        501,
+        "not_supported",
+        "not_supported_error",
+        "The inference server does not support this kind of request: {problem}",
+        "Embeddings, rerank or infill on an engine that was not started for it, or whose model cannot.",
+    )
+    REUSE_SWITCH = Row(
+        "reuse_switch",
+        503,
+        "reuse_not_switchable",
+        _DOWN,
+        "This API cannot be served safely here: its requests cannot switch prefix reuse off, and the inference "
+        "server has it on. Its operator must start it with --no-cache-prompt --cache-ram 0 --no-cache-idle-slots.",
+        "llama.cpp's `/v1/messages` drops `cache_prompt`. Start the engine with the flags that the sentence names; "
+        "kvgate probes it at each new engine.",
+    )
+    REUSE_UNPROVEN = Row(
+        "reuse_unproven",
+        503,
+        "reuse_unproven",
+        _DOWN,
+        "kvgate could not find out yet whether the inference server has prefix reuse off, which this API needs. Try "
+        "again in {retry_after_s} s.",
+        "The probe of a new engine (see `reuse_switch`) found no room, or the engine changed meanwhile.",
     )
     ENGINE_OVERFLOW = Row(
         "engine_overflow",

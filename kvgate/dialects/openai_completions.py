@@ -1,0 +1,97 @@
+"""OpenAI text completions: prompts as strings, tokens and lists of both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvgate.core.ask import Ask, Usage
+from kvgate.core.json_object import Edit
+from kvgate.core.sse import event_data
+from kvgate.ports import ReadRequest, Told
+from kvgate.wire import answers, envelopes, fields
+
+if TYPE_CHECKING:
+    from kvgate.core.ask import Size
+    from kvgate.core.reason import Refusal
+
+OUTPUT_FIELDS: Final = fields.LLAMACPP_LIMITS
+CANONICAL_FIELD: Final = "max_tokens"
+
+
+class OpenAiCompletions:
+    """The dialect of `/v1/completions`; implements `ports.Dialect`."""
+
+    name = "openai_completions"
+    paths = ("/v1/completions",)
+    controls: tuple[str, ...] = ()
+
+    def read(self, body: bytes) -> ReadRequest:
+        """Judge a completion request.
+
+        Raises:
+            Refused: MALFORMED, with the field to blame.
+        """
+        document = fields.document_of(body)
+        ask = Ask(
+            model=fields.model_of(document),
+            output_tokens=fields.output_limit(document, OUTPUT_FIELDS),
+            sequences=fields.sequences_of(document),
+            stream=fields.boolean(document, "stream"),
+            prompts=fields.prompts_of("prompt", document.get("prompt")),
+            prompt_field="prompt",
+        )
+        return ReadRequest(ask, document, usage_shown=fields.usage_shown(document))
+
+    def cap(self, request: ReadRequest, size: Size) -> Edit:
+        """The output limit and the number of answers under one name each; `best_of`, which is ignored, goes."""
+        put = fields.capped(request.document, CANONICAL_FIELD, size.output_tokens, request.ask.sequences)
+        return Edit(put, frozenset((*OUTPUT_FIELDS, *fields.SEQUENCE_FIELDS, "best_of")))
+
+    def told(self, request: ReadRequest, body: bytes) -> Told | None:
+        """The `usage` of a whole answer; llama.cpp tells the first choice's only."""
+        answer = answers.parsed(body)
+        usage = answers.openai_usage(answer)
+        if usage is None:
+            return None
+        return Told(usage, untold=tuple(str(choice.get("text") or "") for choice in answers.other_choices(answer)))
+
+    def tap(self, request: ReadRequest) -> CompletionsTap:
+        """A watcher that adds up what the choices cost."""
+        return CompletionsTap(prompts=len(request.ask.prompts), sequences=request.ask.sequences)
+
+    def refuse(self, refusal: Refusal) -> bytes:
+        """OpenAI's error envelope."""
+        return envelopes.openai_error(refusal)
+
+    def refuse_in_stream(self, refusal: Refusal) -> bytes:
+        """An error event, then the end marker."""
+        return envelopes.openai_refusal_event(refusal)
+
+
+class CompletionsTap(answers.EventTap):
+    """Watches a completion stream: the last chunk of every choice carries its usage, asked for or not."""
+
+    def __init__(self, *, prompts: int, sequences: int) -> None:
+        super().__init__()
+        self._prompts, self._sequences = prompts, sequences
+
+    @property
+    def told(self) -> Told | None:
+        """The sum over the choices; each prompt is told once for each of its answers."""
+        usage = answers.added(self.usages, prompt_once=False)
+        if usage is None or len(self.usages) < self._prompts * self._sequences:
+            return None
+        prompt, cached = usage.prompt_tokens // self._sequences, usage.cached_tokens // self._sequences
+        return Told(Usage(prompt, usage.output_tokens, cached), prompts=self._prompts)
+
+    def look(self, event: bytes) -> bytes:
+        """Only events that can matter are parsed."""
+        if event.startswith(b"data: [DONE]"):
+            self.ended = True
+        elif event.startswith(b"data: null"):
+            return b""  # llama.cpp begins the stream of several choices so; clients stumble over it
+        elif b'"usage"' in event and (usage := answers.openai_usage(answers.parsed(event_data(event)))) is not None:
+            self.usages.append(usage)
+        else:
+            self.events += event.startswith(b"data:")
+        return event
