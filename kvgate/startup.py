@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvgate.engine")
 
+HEAD_BYTES = 512
+"""A log that begins with other bytes is another one: restarts write the same number of lines, with other times."""
+
 READ_BYTES_MAX = 64 * 1024 * 1024
 """At most this much of a log file is read at once; a verbose log's middle holds no facts."""
 
@@ -38,22 +41,28 @@ class LogFile:
         self._path = path
         self._log = StartupLog()
         self._at = 0
+        self._head = b""
         self._inode: int | None = None
         self._rest = b""
+        self._unreadable = False
 
     def read(self) -> StartupLog:
         """Read what was appended since."""
         try:
             with self._path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if status.st_ino != self._inode or status.st_size < self._at:
+                status, head = os.fstat(file.fileno()), file.read(HEAD_BYTES)
+                if status.st_ino != self._inode or status.st_size < self._at or not head.startswith(self._head):
                     self._inode, self._at, self._rest = status.st_ino, 0, b""
+                self._head = head
                 file.seek(self._at)
                 data = file.read(READ_BYTES_MAX)
                 self._at += len(data)
         except OSError as error:
-            log.warning("the engine's log cannot be read", extra={"path": str(self._path), "error": str(error)})
+            if not self._unreadable:
+                log.warning("the engine's log cannot be read", extra={"path": str(self._path), "error": str(error)})
+            self._unreadable = True
             return self._log
+        self._unreadable = False
         *lines, self._rest = (self._rest + data).split(b"\n")
         # Of an overlong line its beginning is kept: a prompt's own words must not look like a line of the log.
         self._rest = self._rest[: LINE_CHARS_MAX + 1]
@@ -77,11 +86,7 @@ class Child:
         return self._log
 
     async def start(self) -> None:
-        """Start the engine.
-
-        Raises:
-            OSError: the command cannot be run.
-        """
+        """Start the engine; a command that cannot be run ends at once, and says so in its output."""
         # A session of its own: a Ctrl-C is for the gate, which still needs its engine to drain.
         self._process = await asyncio.create_subprocess_exec(
             *[sys.executable, "-I", "-S", die_with_parent.__file__],
@@ -135,6 +140,7 @@ class Child:
                 return
             sys.stderr.buffer.write(line)
             sys.stderr.flush()
-            if not continued:  # as in LogFile
+            # As in LogFile. A child starts once; what follows may quote clients, who could write another start.
+            if not continued and self._log.starts == 0:
                 self._log.feed([line.decode("utf-8", "replace")])
             continued = not line.endswith(b"\n")

@@ -122,20 +122,6 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
         return data
 
-    async def read_all(self, limit_bytes: int) -> bytes:
-        """The whole body of a short answer.
-
-        Raises:
-            LineFailed: as `read`, or the body is over `limit_bytes`.
-        """
-        parts, total = [], 0
-        while data := await self.read():
-            total += len(data)
-            if total > limit_bytes:
-                raise LineFailed(f"an answer is over {limit_bytes} bytes", sent=True)
-            parts.append(data)
-        return b"".join(parts)
-
     def release(self) -> None:
         """Back to the pool if the exchange ended properly; otherwise closed at once, in mid-answer."""
         self._upstream.take_back(self)
@@ -270,6 +256,7 @@ class Upstream:
         parts = urlsplit(url)
         if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.username:
             raise ValueError(f"engine.url must look like http://host:port, not {url!r}")
+        self._url = url
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
@@ -316,18 +303,24 @@ class Upstream:
                 _, connection = await self._loop.create_connection(
                     lambda: Connection(self), self._host, self._port, ssl=self._ssl
                 )
-        except (OSError, TimeoutError):
-            raise Refused(refusal(Reason.ENGINE_UNREACHABLE, retry_after_s=_RETRY_AFTER_S)) from None
+        except TimeoutError:
+            raise self._unreachable(f"no connection within {CONNECT_TIMEOUT_S:g} s") from None
+        except OSError as error:
+            raise self._unreachable(error.strerror or str(error)) from None
         self._open.add(connection)
         try:
             connection.introduce(await self._hello(connection))
-        except LineFailed:
+        except LineFailed as failed:
             connection.close()
-            raise Refused(refusal(Reason.ENGINE_UNREACHABLE, retry_after_s=_RETRY_AFTER_S)) from None
+            raise self._unreachable(str(failed)) from None
         except BaseException:
             connection.close()
             raise
         return connection
+
+    def _unreachable(self, cause: str) -> Refused:
+        unreachable = refusal(Reason.ENGINE_UNREACHABLE, retry_after_s=_RETRY_AFTER_S)
+        return Refused(unreachable, f"{self._url}: {cause}")
 
     @property
     def _loop(self) -> asyncio.AbstractEventLoop:

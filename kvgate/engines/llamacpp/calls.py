@@ -1,0 +1,66 @@
+"""Short calls to the engine that run no inference: sent, awaited and parsed, each within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+from kvgate.ports import LineFailed
+
+if TYPE_CHECKING:
+    from kvgate.ports import Line
+
+CONTROL_TIMEOUT_S = 30.0
+"""For counters and the tokenizer: the longest prompts take seconds on a busy machine."""
+
+HELLO_TIMEOUT_S = 5.0
+"""For `/health` and `/props`, which llama-server answers at once unless it hangs."""
+
+ANSWER_BYTES_MAX = 16 * 1024 * 1024
+
+
+async def exchange(line: Line, method: str, path: str, body: bytes = b"") -> tuple[int, Any]:
+    """As `ask`, without the bytes."""
+    status, answer, _ = await ask(line, method, path, body)
+    return status, answer
+
+
+async def ask(line: Line, method: str, path: str, body: bytes = b"") -> tuple[int, Any, bytes]:
+    """One control call: status, the JSON of its answer (None where it is none), and its bytes.
+
+    Raises:
+        LineFailed: the connection broke, or there was no answer in time: a GET has `HELLO_TIMEOUT_S`.
+    """
+    timeout_s = HELLO_TIMEOUT_S if method == "GET" and path != "/slots" else CONTROL_TIMEOUT_S
+    headers = {"Content-Type": "application/json"} if body else {}
+    try:
+        async with asyncio.timeout(timeout_s):
+            head = await line.send(method, path, headers, body)
+            raw = await _whole(line)
+    except TimeoutError:
+        raise LineFailed(f"no answer to {method} {path} in {timeout_s:g} s", sent=True) from None
+    return head.status, parsed(raw), raw
+
+
+async def _whole(line: Line) -> bytes:
+    parts, total = [], 0
+    while data := await line.read():
+        total += len(data)
+        if total > ANSWER_BYTES_MAX:
+            raise LineFailed(f"an answer is over {ANSWER_BYTES_MAX} bytes", sent=True)
+        parts.append(data)
+    return b"".join(parts)
+
+
+def json_bytes(value: Any) -> bytes:
+    """The value as a request body."""
+    return json.dumps(value).encode()
+
+
+def parsed(raw: bytes) -> Any:
+    """The JSON of an answer; None where it is none."""
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,68 @@
+"""The headers that kvgate adds to answers, each with its meaning."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from kvgate.core.admission import Clamp
+from kvgate.core.reason import Reason
+
+if TYPE_CHECKING:
+    from kvgate.gate import Admitted, Rejected
+    from kvgate.ports import Counted
+
+HEADERS: Final = {
+    "x-request-id": "The request's id in the log: the client's own where it looks like one, else minted.",
+    "x-kvgate-verdict": "`admit`, `clamp` or `reject`.",
+    "x-kvgate-reason": "Why it was refused, or clamped: a label of the table of reasons.",
+    "x-kvgate-prompt-tokens": "Tokens of the prompt, counted before anything was sent; the longest of a list.",
+    "x-kvgate-prompt-tokens-max": "In its place where only a certain bound is known (`x-kvgate-count: bound`).",
+    "x-kvgate-count": "How they were counted: `engine`, by the engine's own counter, or `bound`.",
+    "x-kvgate-output-limit": "Tokens of output that the engine was told to stop at.",
+    "x-kvgate-usable-generation": "Tokens of output that fit beside this prompt.",
+    "x-kvgate-n-ctx-slot": "Tokens that one sequence may hold on this engine.",
+    "x-kvgate-kv-type": "Precision of the KV cache, `unknown` where no startup log told it.",
+    "x-kvgate-engine-build": "The engine's own name for its build.",
+    "x-kvgate-reuse": "What prefix reuse the request had: `off`.",
+    "x-kvgate-queue-ms": "Milliseconds that it waited for room.",
+    "retry-after": "Whole seconds, 1 to 60, after which trying again can help (429 and 503).",
+}
+"""Every header that kvgate itself adds; the reference is made of it."""
+
+
+def verdict_headers(admitted: Admitted) -> dict[str, str]:
+    """What an admitted request's answer says of its verdict (DESIGN section 8)."""
+    size, room, profile = admitted.verdict.size, admitted.verdict.room, admitted.profile
+    headers = {
+        "x-kvgate-verdict": admitted.verdict.label,
+        **_count_headers(size.prompt_tokens, admitted.counted),
+        "x-kvgate-output-limit": str(size.output_tokens),
+        "x-kvgate-usable-generation": str(room.usable_generation),
+        "x-kvgate-n-ctx-slot": str(profile.n_ctx_slot.value),
+        "x-kvgate-kv-type": profile.kv_type,
+        "x-kvgate-engine-build": re.sub(r"[^\x20-\x7e]", "?", profile.build or "unknown"),
+        "x-kvgate-reuse": admitted.reuse.value,
+        "x-kvgate-queue-ms": str(round(admitted.lease.queued_s * 1000)),
+    }
+    if isinstance(admitted.verdict, Clamp):
+        headers["x-kvgate-reason"] = Reason.GENERATION_OVERFLOW.label
+    return headers
+
+
+def rejected_headers(rejected: Rejected) -> dict[str, str]:
+    """What a rejected request's answer says of its verdict."""
+    headers = {"x-kvgate-verdict": "reject"}
+    if rejected.counted is None:
+        return headers
+    if (verdict := rejected.verdict) is not None and verdict.room is not None:
+        headers |= _count_headers(verdict.room.prompt_tokens, rejected.counted)
+        headers["x-kvgate-usable-generation"] = str(max(verdict.room.usable_generation, 0))
+    headers["x-kvgate-n-ctx-slot"] = str(rejected.counted.profile.n_ctx_slot.value)
+    return headers
+
+
+def _count_headers(prompt_tokens: int, counted: Counted) -> dict[str, str]:
+    if counted.exact:
+        return {"x-kvgate-prompt-tokens": str(prompt_tokens), "x-kvgate-count": "engine"}
+    return {"x-kvgate-prompt-tokens-max": str(prompt_tokens), "x-kvgate-count": "bound"}

@@ -1,0 +1,115 @@
+"""What is remembered of one request: built up while it runs, one frozen record at its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvgate.core.admission import Admit, Clamp
+from kvgate.core.ask import Usage
+from kvgate.core.reason import Reason
+from kvgate.core.reuse import is_violation
+from kvgate.gate import Admitted, Rejected
+from kvgate.ports import RequestRecord
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from kvgate.core.admission import Verdict
+    from kvgate.core.reason import Refusal
+    from kvgate.ports import Dialect
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What is known of one request so far.
+
+    `untold_tokens` is the output of which the engine told nothing, counted afterwards.
+    """
+
+    request_id: str
+    started_s: float
+    dialect: Dialect
+    path: str = "-"
+    tenant: str = "-"
+    status: int = 0
+    outcome: Admitted | Rejected | None = None
+    refusal: Refusal | None = None
+    hung_up: bool = False
+    detail: str = ""
+    untold_tokens: int = 0
+    stream: web.StreamResponse | None = None
+
+    def begun(self, status: int, stream: web.StreamResponse | None = None) -> None:
+        """The answer has this status, and goes out as this stream if it is one."""
+        self.status, self.stream = status, stream
+
+    def record(self, now_s: float) -> RequestRecord:
+        """The record, at the end of the request."""
+        record = RequestRecord(
+            request_id=self.request_id,
+            tenant=self.tenant,
+            dialect=self.dialect.name if self.path != "-" else "-",
+            path=self.path,
+            status=self.status or (499 if self.hung_up else 0),
+            verdict="",
+            reason=self.refusal.reason.label if self.refusal else "",
+            duration_s=now_s - self.started_s,
+            hung_up=self.hung_up,
+            detail=self.detail or (self.refusal.param if self.refusal and self.refusal.param else ""),
+        )
+        outcome = self.outcome
+        if outcome is None:
+            return record
+        if isinstance(outcome, Rejected):
+            record = replace(record, verdict="reject")
+        if outcome.request is not None:
+            record = replace(record, stream=outcome.request.ask.stream, sequences=outcome.request.ask.sequences)
+        if outcome.profile is not None:
+            record = replace(record, n_ctx_slot=outcome.profile.n_ctx_slot.value)
+        if outcome.verdict is not None:
+            record = _with_verdict(record, outcome.verdict)
+        if isinstance(outcome, Admitted):
+            record = _with_cost(record, outcome, self.untold_tokens)
+        return record
+
+
+def _with_verdict(record: RequestRecord, verdict: Verdict) -> RequestRecord:
+    record = replace(record, verdict=verdict.label)
+    if (room := verdict.room) is not None:
+        record = replace(record, prompt_tokens=room.prompt_tokens, usable_generation=room.usable_generation)
+    if isinstance(verdict, Admit | Clamp):
+        record = replace(record, output_limit=verdict.size.output_tokens)
+    if isinstance(verdict, Clamp) and not record.reason:
+        record = replace(record, reason=Reason.GENERATION_OVERFLOW.label)
+    return record
+
+
+def _with_cost(record: RequestRecord, admitted: Admitted, untold_tokens: int) -> RequestRecord:
+    """What the request cost: the engine's figures, completed by the gate's own where they tell less.
+
+    An answer that was cut before it told is charged for its whole prompt and for what passed of its output; so is
+    one whose client left before any of it came: the engine was at work on the prompt.
+    """
+    record = replace(record, queued_s=admitted.lease.queued_s)
+    told, counted = admitted.receipt.told, admitted.counted
+    if told is None:
+        # An API that tells no usage and generates nothing cost what was counted.
+        spent = admitted.receipt.ended and not admitted.request.ask.generates
+        if not admitted.receipt.events and not record.hung_up and not spent:
+            return record
+        return replace(record, usage=Usage(sum(counted.prompts), admitted.receipt.events))
+    expected = sum(counted.prompts[: told.prompts])
+    drift = told.usage.prompt_tokens - expected
+    usage = Usage(
+        prompt_tokens=told.usage.prompt_tokens + sum(counted.prompts[told.prompts :]),
+        output_tokens=told.usage.output_tokens + untold_tokens,
+        cached_tokens=told.usage.cached_tokens,
+    )
+    return replace(
+        record,
+        usage=usage,
+        # A bound may be above the truth, never below it.
+        count_drift_tokens=drift if counted.exact else max(drift, 0),
+        reuse_violation=is_violation(admitted.reuse, told.usage),
+    )

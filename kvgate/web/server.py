@@ -1,0 +1,122 @@
+"""aiohttp's server, told to leave every answer to the front, and the tenant's side of a relay."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from kvgate.core.reason import Reason, refusal
+from kvgate.ports import Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+    RefuseHead = Callable[[int, BaseException | None], web.StreamResponse]
+
+KEEPALIVE_S: Final = 75.0
+LINGERING_S: Final = 2.0
+
+
+class Server(web.Server):
+    """A server whose HTTP errors are answered by `refuse_head`, and which cancels a handler at a hang-up.
+
+    aiohttp's default lets a handler run on after its client has left, until the next write.
+    """
+
+    def __init__(
+        self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], refuse_head: RefuseHead
+    ) -> None:
+        super().__init__(
+            handler,
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=KEEPALIVE_S,
+            lingering_time=LINGERING_S,
+            auto_decompress=False,  # read_body does it: aiohttp takes a stream that breaks off for a whole one
+        )
+        self._refuse_head = refuse_head
+
+    def __call__(self) -> RequestHandler:
+        """A protocol for one more connection."""
+        return _Handler(self, self._refuse_head, loop=self._loop, **self._kwargs)
+
+
+class _Handler(RequestHandler):
+    __slots__ = ("_refuse_head",)
+
+    def __init__(self, manager: web.Server, refuse_head: RefuseHead, **options: object) -> None:
+        super().__init__(manager, **options)  # type: ignore[arg-type]  # passed through as given
+        self._refuse_head = refuse_head
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of a client; a body whose chunks break off fails its reader, whom aiohttp lets wait for the rest."""
+        super().data_received(data)
+        reading = self._current_request
+        if reading is not None and self._messages and not reading.content.is_eof():
+            problem = "The chunks of the request's body are not valid HTTP."
+            reading.content.set_exception(Refused(refusal(Reason.BAD_HTTP, problem=problem)))
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,  # noqa: ARG002 - quotes the head, which may hold a key
+    ) -> web.StreamResponse:
+        """Answer in JSON, log nothing of the head."""
+        if request.writer.output_size > 0 or isinstance(exc, ConnectionError):
+            raise ConnectionError("the answer has begun; it can only be cut")
+        return self._refuse_head(status, exc)
+
+
+class ClientStuck(ConnectionResetError):
+    """The client is connected and reads nothing."""
+
+
+class TenantSide:
+    """Where a relayed answer goes; implements `relay.Client`.
+
+    Args:
+        request: whose answer it is.
+        write_timeout_s: after this long without reading anything the client is cut.
+        begun: told the status as soon as it is sent.
+    """
+
+    def __init__(
+        self,
+        request: web.BaseRequest,
+        write_timeout_s: float,
+        begun: Callable[[int, web.StreamResponse | None], None],
+    ) -> None:
+        self._request = request
+        self._write_timeout_s = write_timeout_s
+        self._begun = begun
+        self.response: web.StreamResponse = web.Response(status=500)
+
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """Send the head of a stream."""
+        self.response = web.StreamResponse(status=status, headers=headers)
+        self._begun(status, self.response)
+        await self.response.prepare(self._request)
+
+    async def write(self, data: bytes) -> None:
+        """Send some of a stream; waits while the client is slow.
+
+        Raises:
+            ConnectionResetError: the client is gone; `ClientStuck` where it reads nothing.
+        """
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await self.response.write(data)
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ClientStuck(f"read nothing for {self._write_timeout_s:g} s") from None
+
+    async def whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """Keep a whole answer; it is sent when the request is done with."""
+        self._begun(status, None)
+        self.response = web.Response(status=status, headers=headers, body=body)
