@@ -8,6 +8,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, TextIO
 
+from kvgate.core.reason import Reason
+
 if TYPE_CHECKING:
     from kvgate.ports import RequestRecord
 
@@ -76,6 +78,10 @@ class RequestLog:
         _log.info("request", extra={name: value for name, value in fields.items() if value is not None})
         if record.reuse_violation:
             _log.error("reused tokens although reuse was off", extra={"request_id": record.request_id})
+        if record.reason == Reason.ENGINE_OVERFLOW.label:
+            _log.error(
+                "the engine ran out of KV although the ledger had room", extra={"request_id": record.request_id}
+            )
         if record.count_drift_tokens:
             drift = {"request_id": record.request_id, "drift_tokens": record.count_drift_tokens}
             _log.error("usage differs from the count", extra=drift)

@@ -9,6 +9,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvgate.core.profile import Source
+from kvgate.core.reason import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,6 +44,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._states: list[_State] = []
         self._counted: list[Described] = []
+        self.overflows = 0
+        """Engine overflows since start; readiness warns of them."""
         self._requests = self._counter(
             "kvgate_requests",
             "Requests by how they ended; reason is empty for what was served as asked.",
@@ -86,16 +89,16 @@ class Metrics:
 
     def request(self, record: RequestRecord) -> None:
         """Count one request."""
+        self.overflows += record.reason == Reason.ENGINE_OVERFLOW.label
         self._requests.labels(record.tenant, record.dialect, record.verdict, record.reason, str(record.status)).inc()
         self._duration.labels(record.dialect, str(record.stream).lower()).observe(record.duration_s)
         if record.queued_s is not None:
             self._queued.labels(record.tenant).observe(record.queued_s)
         if record.hung_up:
             self._hangups.labels(record.tenant).inc()
-        if record.reuse_violation:
-            self._reuse_violations.labels(record.tenant).inc()
-        if record.count_drift_tokens:
-            self._drift.labels(record.dialect).inc()
+        # Counted at 0 too: what must stay 0 is there to be looked at from the first request on.
+        self._reuse_violations.labels(record.tenant).inc(record.reuse_violation)
+        self._drift.labels(record.dialect).inc(record.count_drift_tokens != 0)
         if (usage := record.usage) is not None:
             self._tokens.labels(record.tenant, "prompt").inc(usage.prompt_tokens)
             self._tokens.labels(record.tenant, "output").inc(usage.output_tokens)

@@ -6,9 +6,9 @@ import difflib
 import os
 import tomllib
 from pathlib import Path  # noqa: TC003 - pydantic reads the annotations
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -87,6 +87,9 @@ class HttpSettings(_Section):
     write_timeout_s: float = Field(
         60.0, gt=0, description="Seconds after which a client that reads nothing of its answer is cut."
     )
+    cors_origins: tuple[str, ...] = Field(
+        (), description="Origins whose browser pages may ask, such as https://chat.example; * allows every page."
+    )
     stop_grace_s: float = Field(30.0, ge=0, description="Seconds that running requests get to finish on SIGTERM.")
 
 
@@ -117,6 +120,12 @@ class Settings(BaseSettings):
     engine: EngineSettings = Field(EngineSettings(), description="The engine.")
     store: StoreSettings = Field(StoreSettings(), description="The store.")
     http: HttpSettings = Field(HttpSettings(), description="The tenants' side.")
+
+    @model_validator(mode="after")
+    def _two_listeners(self) -> Self:
+        if self.listen == self.admin_listen and not self.listen.endswith(":0"):
+            raise ValueError("listen and admin_listen are the same address; the operator's listener needs its own")
+        return self
 
     @classmethod
     def settings_customise_sources(
@@ -264,8 +273,21 @@ def _bad(error: ValidationError, where: str, model: type[BaseModel]) -> BadSetti
             known = _siblings(model, found["loc"][:-1])
             problems.append(f"{path} is unknown{_nearest(str(found['loc'][-1]), known)}")
         else:
-            problems.append(f"{path}: {found['msg']}")
+            problems.append(f"{path}: {_said(found['type'], path, found['msg'])}")
     return BadSettings(f"{where}: " + "; ".join(problems))
+
+
+def _said(kind: str, path: str, message: str) -> str:
+    """What is wrong with a value, and what it must look like."""
+    if kind == "string_pattern_mismatch" and path.endswith("listen"):
+        return "must look like HOST:PORT, such as 127.0.0.1:8600"
+    if kind == "string_pattern_mismatch" and ".keys_sha256." in path:
+        return 'must be a key\'s SHA-256 as 64 lower-case hex digits: printf %s "$KEY" | sha256sum'
+    if kind == "string_pattern_mismatch" and path.startswith("tenant."):
+        return "a tenant's name has letters, digits, '.', '_' and '-', at most 64"
+    if kind == "tuple_type":
+        return "must be a list"
+    return message
 
 
 def _siblings(model: type[BaseModel], path: tuple[int | str, ...]) -> set[str]:

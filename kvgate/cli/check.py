@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import sys
@@ -13,8 +14,6 @@ from kvgate.engines.llamacpp import LlamaCpp, LlamaCppSettings
 from kvgate.ports import Refused
 
 if TYPE_CHECKING:
-    import argparse
-
     from kvgate.core.profile import EngineProfile
 
 
@@ -39,9 +38,9 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
     """Ask the engine and say."""
     least = int(options.context_tokens_min)
     try:
-        profile = asyncio.run(_ask(options.upstream))
+        profile = asyncio.run(ask_engine(options.upstream))
     except (Refused, ValueError) as error:
-        problem = error.refusal.message if isinstance(error, Refused) else str(error)
+        problem = problem_of(error)
         print(
             json.dumps({"ok": None, "problem": problem}) if options.json else f"kvgate check: {problem}",
             file=sys.stderr,
@@ -63,6 +62,13 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
     return 0 if ok else 1
 
 
+def problem_of(error: Refused | ValueError) -> str:
+    """Why an engine could not be asked, with the cause."""
+    if not isinstance(error, Refused):
+        return str(error)
+    return f"{error.refusal.message} ({error.detail})" if error.detail else error.refusal.message
+
+
 def _sentence(profile: EngineProfile, least: int, *, ok: bool) -> str:
     found, slots = profile.n_ctx_slot, profile.total_slots.value
     if ok:
@@ -76,7 +82,13 @@ def _sentence(profile: EngineProfile, least: int, *, ok: bool) -> str:
     )
 
 
-async def _ask(url: str) -> EngineProfile:
+async def ask_engine(url: str) -> EngineProfile:
+    """The profile of the engine at a URL.
+
+    Raises:
+        Refused: it cannot be reached, is loading, or does not say what must be known.
+        ValueError: the URL is none.
+    """
     engine = LlamaCpp(url, LlamaCppSettings(KvSettings()), time.monotonic)
     try:
         return await engine.discover()
@@ -85,7 +97,6 @@ async def _ask(url: str) -> EngineProfile:
 
 
 def _tokens(text: str) -> int:
-    tokens = int(text)
-    if tokens < 1:
-        raise ValueError
-    return tokens
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, 1 or more")
+    return int(text)

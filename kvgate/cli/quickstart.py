@@ -7,14 +7,17 @@ import asyncio
 import contextlib
 import hashlib
 import secrets
+import socket
 import sys
 import time
 from pathlib import Path
 
 from kvgate.app import App, CannotStart
+from kvgate.cli.check import ask_engine, problem_of
 from kvgate.lab.engine_process import EngineFailed, EngineProcess
 from kvgate.lab.fetch import FetchFailed, fetch_model
 from kvgate.log import start_logging
+from kvgate.ports import Refused
 from kvgate.settings import BadSettings, load
 
 ENGINE_FLAGS = ("-c", "4096", "-np", "2", "--no-kv-unified")
@@ -35,14 +38,35 @@ def main() -> int:
     parser.add_argument("--data-dir", type=Path, default=Path(".kvgate"), metavar="DIR")
     options = parser.parse_args()
     try:
+        for address in (options.listen, options.admin_listen):
+            _check_free(address)
+        if options.upstream:
+            asyncio.run(ask_engine(options.upstream))
         with contextlib.ExitStack() as stack:
             upstream = options.upstream or stack.enter_context(engine(options.data_dir)).url
             return asyncio.run(_serve(options, upstream))
-    except (EngineFailed, FetchFailed, BadSettings, CannotStart) as problem:
+    except Refused as refused:
+        print(f"kvgate: {problem_of(refused)}", file=sys.stderr)
+        return 2
+    except (EngineFailed, FetchFailed, BadSettings, CannotStart, ValueError) as problem:
         print(f"kvgate: {problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _check_free(address: str) -> None:
+    """Find out before an engine is started for nothing."""
+    host, _, port = address.rpartition(":")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            raise CannotStart(
+                f"cannot listen on {address}: {error.strerror}. Is another one running? make run takes "
+                "LISTEN=HOST:PORT and ADMIN_LISTEN=HOST:PORT"
+            ) from None
 
 
 def engine(data_dir: Path, *flags: str) -> EngineProcess:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from kvgate.core.ledger import Ledger
 from kvgate.core.profile import EngineProfile, Fact, Source, Topology
 from kvgate.core.reason import Reason
-from kvgate.dialects.openai_chat import OUTPUT_FIELDS
 from kvgate.metrics import Metrics
 from kvgate.settings import described
-from kvgate.web import HEADERS
+from kvgate.web import HEADERS, served_routes
+from kvgate.web.routes import Control, Inference, Own
+from kvgate.wire import fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from types import ModuleType
 
 
 def reference() -> str:
@@ -25,6 +28,7 @@ def reference() -> str:
         _section("Reasons", _reasons()),
         _section("Headers", _headers()),
         _section("Metrics", _metrics()),
+        _section("Paths", _paths()),
         _section("Output limits", _output_limits()),
     ]
     return "\n\n".join(parts) + "\n"
@@ -74,20 +78,51 @@ def _metrics() -> Iterator[str]:
         yield f"| `{name}` | {kind} | {', '.join(labels)} | {meaning} |"
 
 
+_WHAT = {
+    Inference: "counted, judged, run under a lease",
+    Control: "passed on; runs no inference",
+    Own: "answered by kvgate, with the tenant's own window",
+}
+
+
+def _paths() -> Iterator[str]:
+    yield (
+        "The allow-list. A path is served only as it is spelled here; all others are refused, whatever the engine "
+        "would make\nof them. `OPTIONS` answers preflights (`http.cors_origins`).\n"
+    )
+    yield "| path | dialect | what happens |\n|---|---|---|"
+    for path, route in sorted(served_routes().items()):
+        what = _WHAT[type(route)]
+        yield f"| `{route.method} {path}` | `{route.dialect.name}` | {what} |"
+
+
 def _output_limits() -> Iterator[str]:
-    fields = ", ".join(f"`{field}`" for field in OUTPUT_FIELDS)
-    yield f"`POST /v1/chat/completions` knows the limit as {fields}; of those that set one, the first wins.\n"
-    yield "| value | meaning |\n|---|---|"
+    yield "Of the names that a dialect knows, the first that sets a limit wins, whatever the order of the fields.\n"
+    yield "| dialect | names, the winner first | sent to the engine as |\n|---|---|---|"
+    dialects = {
+        route.dialect.name: route.dialect for route in served_routes().values() if isinstance(route, Inference)
+    }
+    for name, dialect in sorted(dialects.items()):
+        module = sys.modules[type(dialect).__module__]
+        names = ", ".join(f"`{field}`" for field in getattr(module, "OUTPUT_FIELDS", ()))
+        yield f"| `{name}` | {names or 'generates nothing'} | {_sent_as(module)} |"
+    yield "\n| value | meaning |\n|---|---|"
     yield "| missing, `null`, `-1` | no limit of its own: the tenant's `output_tokens_default`, or what fits of it |"
     yield "| `0` | one token, as llama.cpp does |"
     yield "| `true`, `false` | 1 and 0 |"
     yield "| `3.7` | 3 |"
+    most = fields.OUTPUT_TOKENS_MAX
+    yield f"| above {most} | {most}: refused or clamped like any that does not fit |"
     yield "| below -1, or not a number | refused, `malformed` |"
     yield (
-        "\nThe engine always gets one positive limit, as `max_tokens`; the other names are removed. llama.cpp alone "
-        "would let\n`n_predict: -1` beat `max_tokens: 4` and answer without limit; here a name without a limit beats "
-        "nothing."
+        "\nThe engine always gets one positive limit; the other names are removed. llama.cpp alone would let "
+        "`n_predict: -1` beat\n`max_tokens: 4` and answer without limit; here a name without a limit beats nothing."
     )
+
+
+def _sent_as(module: ModuleType) -> str:
+    field = getattr(module, "CANONICAL_FIELD", None)
+    return "" if field is None else f"`{field}`"
 
 
 def _sample_profile() -> EngineProfile:

@@ -39,6 +39,10 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
     """Serve until stopped."""
     if command and options.engine_log is not None:
         return _say("--engine-log is for an engine that runs elsewhere; a child's log is read by itself")
+    if command and options.upstream is not None:
+        return _say(
+            "--upstream is for an engine that runs elsewhere; after -- one is run as a child: give one of them"
+        )
     flags: dict[str, Any] = {
         name: value for name in ("tenants", "listen", "admin_listen") if (value := getattr(options, name)) is not None
     }

@@ -84,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--metrics", dest="endpoint_metrics", action="store_true")
     add("--props", dest="endpoint_props", action="store_true")
     add("--embedding", "--embeddings", dest="embedding", action="store_true")
+    add("--pooling", dest="pooling_type", choices=("none", "mean", "cls", "last", "rank"))
+    add("--reranking", "--rerank", dest="reranking", action="store_true", help="--embedding --pooling rank")
     add("--jinja", dest="use_jinja", action=BooleanOptionalAction)
     add("--chat-template", dest="chat_template", metavar="TEMPLATE", help="a built-in's name, or Jinja text")
     add("--chat-template-file", dest="chat_template", type=_text_of, metavar="FILE")
@@ -128,12 +130,16 @@ def _kv_type(text: str) -> str:
 def _params(options: dict[str, Any]) -> Any:
     params = xllamacpp.CommonParams()
     params.ui = False
+    if options.pop("reranking"):
+        options |= {"embedding": True, "pooling_type": "rank"}
     for path, value in options.items():
         if value is None:
             continue
         *way, field = path.split(".")
         if field in ("cache_type_k", "cache_type_v"):
             value = xllamacpp.ggml_type.__members__[f"GGML_TYPE_{value.upper()}"]  # noqa: PLW2901
+        if field == "pooling_type":
+            value = xllamacpp.llama_pooling_type.__members__[f"LLAMA_POOLING_TYPE_{value.upper()}"]  # noqa: PLW2901
         setattr(functools.reduce(getattr, way, params), field, value)
     if options["n_ctx"] == 0:
         params.fit_params_min_ctx = _NO_REDUCTION  # llama-server's reading of `-c 0`: all of the trained context

@@ -84,6 +84,13 @@ class LocalLedger:
             self._wake(self._ledger.expire(self._clock()))
             self._show_draining()
 
+    def turn_away(self, reason: Reason) -> None:
+        """Everybody who waits is refused with this reason; what is held stays counted."""
+        if self._ledger is not None:
+            for lease_id in list(self._waiters):
+                denied = Denied(lease_id, reason, 0, self._ledger.retry_after_s())
+                self._wake([denied])
+
     def resize(self, pool: KvPool) -> None:
         """Another engine is there now: guard its pool from here on."""
         self._sized(pool)

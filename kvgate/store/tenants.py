@@ -89,6 +89,11 @@ class ValkeyTenants:
         """The tenant of that name."""
         return self._snapshot.by_name.get(name)
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether anybody has a key."""
+        return bool(self._snapshot.by_key)
+
     def names(self) -> tuple[str, ...]:
         """The names of all tenants, sorted."""
         return tuple(sorted(self._snapshot.by_name))

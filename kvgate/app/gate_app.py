@@ -1,4 +1,4 @@
-"""The composition root: puts the parts together, runs them, and stops them in order."""
+"""Puts the parts of a gate together, runs them, and stops them in order."""
 
 from __future__ import annotations
 
@@ -16,36 +16,34 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from kvgate.admin.listener import admin_app
-from kvgate.core.profile import KvSettings, Source, Topology
-from kvgate.dialects.openai_chat import OpenAiChat
+from kvgate.app.health import Health, profile_warnings
+from kvgate.app.tenants_file import STORE_TIMEOUT_S, NotApplied, TenantsFile
+from kvgate.core.profile import KvSettings, Topology
 from kvgate.engines.llamacpp import LlamaCpp, LlamaCppSettings
 from kvgate.gate import Gate
 from kvgate.log import RequestLog
 from kvgate.metrics import Metrics
 from kvgate.ports import LineFailed, Refused
-from kvgate.settings import BadSettings, load_tenants
 from kvgate.startup import Child, LogFile
 from kvgate.store.client import connect
 from kvgate.store.embedded import EmbeddedValkey
 from kvgate.store.errors import StoreUnavailable
+from kvgate.store.gate_lock import GateLock
 from kvgate.store.local_ledger import LocalLedger
-from kvgate.store.tenants import DeclaredTenant, TenantsConflict, ValkeyTenants
-from kvgate.web import Front, WebSettings
+from kvgate.store.tenants import ValkeyTenants
+from kvgate.web import Front, WebSettings, served_routes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from kvgate.core.profile import EngineProfile
-    from kvgate.core.reason import Refusal
-    from kvgate.ports import Dialect, RequestRecord
+    from kvgate.ports import RequestRecord
     from kvgate.settings import Settings
 
 log = logging.getLogger("kvgate.app")
 
 ENGINE_POLL_S = 1.0
-STORE_TIMEOUT_S = 5.0
 DRAIN_POLL_S = 0.1
-TENANTS_FILE_POLL_S = 0.5
 CUT_S = 0.5
 FIRST_LOOK_S = 300.0
 """How long a child engine may take to load its model before the gate gives up on it."""
@@ -86,16 +84,15 @@ class App:
         self._metrics = Metrics()
         self._ledger = LocalLedger(self._clock, settings.engine.drain_max_s)
         self._engine = self._make_engine(settings.engine.url)
-        self._engine_refusal: Refusal | None = None
-        self._engine_seen = False
-        self._tenants: ValkeyTenants | None = None
-        self._front: Front | None = None
+        self._health: Health | None = None
         self._stopping = asyncio.Event()
-        self._reload = asyncio.Event()
+        self._hurrying = asyncio.Event()
         self._exit_status = 0
 
     def stop(self) -> None:
-        """Drain and end; what SIGTERM does."""
+        """Drain and end; what SIGTERM does. A second time: end now."""
+        if self._stopping.is_set():
+            self._hurrying.set()
         self._stopping.set()
 
     async def run(self) -> int:
@@ -118,35 +115,36 @@ class App:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
-        loop.add_signal_handler(signal.SIGHUP, self._reload.set)
-        tenants = self._tenants = await self._open_tenants(stack)
+        health = self._health = await self._open_store(stack)
+        loop.add_signal_handler(signal.SIGHUP, health.tenants_file.reload.set)
         stack.push_async_callback(self._engine.close)
         if self._child is not None:
-            try:
-                await self._child.start()
-            except OSError as error:
-                raise CannotStart(f"the engine's command cannot be run: {error}") from None
+            await self._child.start()
             stack.push_async_callback(self._child.stop)
-        self._front = front = self._make_front(tenants)
-        await self._first_look()
-        ready = lambda: not self._problems()  # noqa: E731 - one expression, handed on at once
-        self._metrics.watch(
-            lambda: self._engine.profile, self._ledger.view, ready, lambda: self._engine.upstream.open_connections
-        )
-        tasks = [tenants.watch(), self._watch_engine(), self._watch_drains(), self._watch_tenants_file(tenants)]
+        await self._first_look(health)
+        jobs = [
+            health.tenants.watch(),
+            health.tenants_file.watch(),
+            self._watch_engine(health),
+            self._watch_drains(),
+        ]
         if self._child is not None:
-            tasks.append(self._watch_child(self._child))
-        await self._run_beside(stack, tasks)
-        admin = admin_app(self._metrics, self._problems, self._warnings, self._status)
-        admin_runner = web.AppRunner(admin, access_log=None)
-        await admin_runner.setup()
-        stack.push_async_callback(admin_runner.cleanup)
-        admin_url = await _listen(admin_runner, self._settings.admin_listen)
+            jobs.append(self._watch_child(self._child))
+        await self._run_beside(stack, jobs)
+        await self._listen(stack, health)
+
+    async def _listen(self, stack: AsyncExitStack, health: Health) -> None:
+        """Open both listeners, the operator's first: what it says is true before the first request comes."""
+        connections = lambda: self._engine.upstream.open_connections  # noqa: E731 - one expression, handed on at once
+        ready = lambda: not health.problems()  # noqa: E731 - likewise
+        self._metrics.watch(lambda: self._engine.profile, self._ledger.view, ready, connections)
+        admin = web.AppRunner(
+            admin_app(self._metrics, health.problems, health.warnings, health.status), access_log=None
+        )
+        admin_url = await _open(stack, admin, self._settings.admin_listen)
         # The grace period is over when the runner is cleaned up: aiohttp would wait another two minutes by itself.
-        runner = web.ServerRunner(front.server(), shutdown_timeout=CUT_S)
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        url = await _listen(runner, self._settings.listen)
+        tenants = web.ServerRunner(health.front.server(), shutdown_timeout=CUT_S)
+        url = await _open(stack, tenants, self._settings.listen)
         log.info("listening", extra={"url": url, "admin_url": admin_url})
         if self._announce is not None:
             self._announce(url, admin_url)
@@ -171,53 +169,69 @@ class App:
         stack.push_async_callback(cancel)
 
     async def _drain(self) -> None:
-        """Refuse what is new, and let what runs finish within the grace period."""
-        if self._front is None:
+        """Refuse what is new, let what runs finish within the grace period, then cut it with an error of its own."""
+        if self._health is None:
             return
-        self._front.draining = True
-        log.info("stopping", extra={"in_flight": self._front.in_flight})
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.http.stop_grace_s):
-                await self._front.idle()
+        front = self._health.front
+        front.draining = True
+        grace_s = self._settings.http.stop_grace_s
+        log.info("stopping", extra={"in_flight": front.in_flight, "grace_s": grace_s})
+        waiters = [asyncio.create_task(front.idle()), asyncio.create_task(self._hurrying.wait())]
+        await asyncio.wait(waiters, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        for waiter in waiters:
+            waiter.cancel()
+        if front.in_flight:
+            log.warning("the grace period is over, requests are cut", extra={"in_flight": front.in_flight})
+            front.cut()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CUT_S):
+                    await front.idle()
 
-    async def _first_look(self) -> None:
+    async def _first_look(self, health: Health) -> None:
         """Wait for a child engine to load its model; look once at an engine that runs elsewhere."""
         deadline = self._clock() + (FIRST_LOOK_S if self._child is not None else 0)
-        while not await self._look_at_engine() and self._clock() < deadline and not self._stopping.is_set():
+        while not await self._look_at_engine(health) and self._clock() < deadline and not self._stopping.is_set():
             if self._child is not None and self._child.ended:
                 raise CannotStart("the engine ended while it was starting; its output is above")
             await asyncio.sleep(0.2)
 
     # -- watchers
 
-    async def _watch_engine(self) -> None:
+    async def _watch_engine(self, health: Health) -> None:
         while True:
             await asyncio.sleep(ENGINE_POLL_S)
-            await self._look_at_engine()
+            await self._look_at_engine(health)
 
-    async def _look_at_engine(self) -> bool:
+    async def _look_at_engine(self, health: Health) -> bool:
         try:
             profile = await self._engine.discover()
         except Refused as refused:
-            before, self._engine_refusal = self._engine_refusal, refused.refusal
+            before, health.engine_refusal = health.engine_refusal, refused.refusal
             if before is None or before.reason is not refused.refusal.reason:
-                log.warning("the engine does not serve", extra={"reason": refused.refusal.reason.label})
+                extra = {"reason": refused.refusal.reason.label, "cause": refused.detail}
+                log.warning("the engine does not serve", extra=extra)
+            # Who waits for room on an engine that is gone would wait for nothing.
+            self._ledger.turn_away(refused.refusal.reason)
             return False
-        if self._engine_refusal is not None:
+        if health.engine_refusal is not None:
             log.info("the engine serves again")
-        self._engine_refusal = None
+        health.engine_refusal = None
         self._ledger.resize(self._engine.pool(profile))
         return True
 
     async def _watch_drains(self) -> None:
         """While anything drains, look at the engine's slots until they show it over."""
+        blind = False
         while True:
             await self._ledger.draining.wait()
             try:
                 if (seen := await self._engine.look()) is not None:
                     self._ledger.observe(seen)
+                blind = False
             except (Refused, LineFailed) as problem:
-                log.info("no look at the slots", extra={"problem": str(problem)})
+                if not blind:
+                    log.warning("the slots cannot be looked at, drains wait", extra={"problem": str(problem)})
+                blind = True
             self._ledger.expire()
             await asyncio.sleep(DRAIN_POLL_S)
 
@@ -227,29 +241,6 @@ class App:
             log.critical("the engine ended, so the gate ends too", extra={"exit_status": status})
             self._exit_status = 1
             self.stop()
-
-    async def _watch_tenants_file(self, tenants: ValkeyTenants) -> None:
-        """Apply the tenants file again when it changes, on SIGHUP, and when the store comes back.
-
-        A store may come back empty. A file that cannot be applied leaves the last one in force.
-        """
-        path = self._settings.tenants
-        seen, stale = _mtime(path), False
-        while True:
-            was_stale, stale = stale, tenants.stale_since is not None
-            try:
-                async with asyncio.timeout(TENANTS_FILE_POLL_S):
-                    await self._reload.wait()
-            except TimeoutError:
-                if _mtime(path) == seen and not (was_stale and not stale):
-                    continue
-            self._reload.clear()
-            seen = _mtime(path)
-            try:
-                await self._apply_tenants(tenants)
-            except CannotStart as error:
-                problem = {"problem": str(error)}
-                log.warning("the tenants file was not applied, the last one stays in force", extra=problem)
 
     # -- parts
 
@@ -290,10 +281,11 @@ class App:
         else:
             self._metrics.engine_changed()
             log.warning("the engine is another one now", extra={**fields, "fingerprint_before": before.fingerprint})
-        for warning in _profile_warnings(now):
+        for warning in profile_warnings(now):
             log.warning(warning)
 
-    async def _open_tenants(self, stack: AsyncExitStack) -> ValkeyTenants:
+    async def _open_store(self, stack: AsyncExitStack) -> Health:
+        """Open the store, take the engine's place in it, and apply the tenants file."""
         given = self._settings.store
         try:
             url = given.url
@@ -312,41 +304,41 @@ class App:
             raise CannotStart(f"the store did not answer within {STORE_TIMEOUT_S:g} s") from None
         except (StoreUnavailable, ValueError) as error:
             raise CannotStart(f"the store is not to be had: {error}") from None
-        await self._apply_tenants(tenants)
-        return tenants
-
-    async def _apply_tenants(self, tenants: ValkeyTenants) -> None:
-        path = self._settings.tenants
+        lock = GateLock(client, str(self._settings.engine.url))
+        await self._guard_alone(lock)
+        stack.push_async_callback(lock.give_back)
+        await self._run_beside(stack, [lock.hold()])
+        file = TenantsFile(self._settings, tenants)
         try:
-            declared = {} if path is None else load_tenants(path)
-            sections = {name: DeclaredTenant(tenant, keys) for name, (tenant, keys) in declared.items()}
-            if path is not None:
-                async with asyncio.timeout(STORE_TIMEOUT_S):
-                    applied = await tenants.apply(
-                        sections, source=self._settings.tenants_owner or str(path.resolve())
-                    )
-                log.info(
-                    "tenants applied",
-                    extra={"file": str(path), "changed": applied.added + applied.changed, "removed": applied.removed},
-                )
-        except TimeoutError:
-            raise CannotStart(f"the store did not answer within {STORE_TIMEOUT_S:g} s") from None
-        except TenantsConflict as error:
-            raise CannotStart(f"{error}. Where the file has moved, set tenants_owner to the old path") from None
-        except (BadSettings, StoreUnavailable) as error:
+            await file.apply()
+        except NotApplied as error:
             raise CannotStart(str(error)) from None
-        anonymous = self._settings.anonymous_tenant
-        if anonymous is not None and tenants.by_name(anonymous) is None:
-            raise CannotStart(f"anonymous_tenant = {anonymous!r}, but no tenant of that name is declared")
+        front = self._make_front(tenants)
+        return Health(self._settings, self._engine, self._ledger, self._metrics, tenants, file, lock, front)
+
+    async def _guard_alone(self, lock: GateLock) -> None:
+        """Make sure that no other gate guards this engine with a ledger of its own: both would grant the same KV.
+
+        Raises:
+            CannotStart: another gate does.
+        """
+        try:
+            await lock.take()
+        except StoreUnavailable as error:
+            raise CannotStart(str(error)) from None
+        if lock.rival is not None:
+            raise CannotStart(
+                f"another gate ({lock.rival}) already guards {self._settings.engine.url} with the same store. Each "
+                "gate has a ledger of its own so far, so two would promise the same KV twice: stop the other one"
+            )
 
     def _make_front(self, tenants: ValkeyTenants) -> Front:
-        chat: Dialect = OpenAiChat()
         given = self._settings.http
         return Front(
             Gate(self._engine, self._ledger, new_id=lambda: secrets.token_hex(16)),
-            tenants,
-            dict.fromkeys(("/v1/chat/completions", "/chat/completions"), (chat, "/v1/chat/completions")),
-            profile=lambda: self._engine.profile,
+            self._engine,
+            tenants=tenants,
+            routes=served_routes(),
             observer=_Observers(self._metrics, RequestLog()),
             clock=self._clock,
             settings=WebSettings(
@@ -354,78 +346,23 @@ class App:
                 body_timeout_s=given.body_timeout_s,
                 write_timeout_s=given.write_timeout_s,
                 anonymous_tenant=self._settings.anonymous_tenant,
+                cors_origins=frozenset(given.cors_origins),
             ),
         )
 
-    # -- what the operator sees
 
-    def _problems(self) -> list[str]:
-        """Why requests are not served now; empty while they are."""
-        problems = []
-        if self._front is not None and self._front.draining:
-            problems.append("this gate is shutting down")
-        if self._engine_refusal is not None:
-            problems.append(self._engine_refusal.message)
-        elif (undersized := self._engine.refusal_now()) is not None:
-            problems.append(undersized.refusal.message)
-        return problems
-
-    def _warnings(self) -> list[str]:
-        """What the operator should look at although requests are served."""
-        warnings = [] if self._engine.profile is None else _profile_warnings(self._engine.profile)
-        if self._engine.is_undersized and self._engine.profile is not None:
-            warnings.append(
-                f"the engine's n_ctx_slot of {self._engine.profile.n_ctx_slot.value} tokens is below "
-                f"context_tokens_min = {self._settings.engine.context_tokens_min}"
-            )
-        if self._tenants is not None and self._tenants.stale_since is not None:
-            warnings.append("the store is out: tenants and keys are as they were when it was last seen")
-        return warnings
-
-    def _status(self) -> dict[str, Any]:
-        profile, view = self._engine.profile, self._ledger.view()
-        return {
-            "engine": profile
-            and {"profile": profile, "fingerprint": profile.fingerprint, "kv_type": profile.kv_type},
-            "ledger": view,
-            "in_flight": 0 if self._front is None else self._front.in_flight,
-            "upstream_connections": self._engine.upstream.open_connections,
-            "tasks": len(asyncio.all_tasks()),
-            "problems": self._problems(),
-            "warnings": self._warnings(),
-        }
-
-
-def _profile_warnings(profile: EngineProfile) -> list[str]:
-    warnings = []
-    n_ctx, slots = profile.n_ctx_slot.value, profile.total_slots.value
-    if profile.topology.source is Source.ASSUMED and slots > 1:
-        warnings.append(
-            f"nothing tells whether the engine's {slots} slots share one KV cache, so kvgate guards them as one pool "
-            f"of {n_ctx} tokens: safe, and slower than need be. Name the engine's log (--engine-log FILE), or write "
-            f'kv_topology = "divided" (or "unified", with pool_tokens) under [engine]'
-        )
-    if not profile.slots_visible:
-        warnings.append(
-            "the engine does not show its slots (started with --no-slots), so what a hung-up request held is counted "
-            "until drain_max_s has passed"
-        )
-    return warnings
-
-
-async def _listen(runner: web.BaseRunner, address: str) -> str:
+async def _open(stack: AsyncExitStack, runner: web.BaseRunner, address: str) -> str:
+    """Listen on an address; its URL, with the port that was found where it says 0."""
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
     host, _, port = address.rpartition(":")
     site = web.TCPSite(runner, host.strip("[]"), int(port))
     try:
         await site.start()
     except OSError as error:
-        raise CannotStart(f"cannot listen on {address}: {error.strerror}") from None
-    found = runner.addresses[0]
-    return f"http://{host}:{found[1]}"
-
-
-def _mtime(path: Path | None) -> float | None:
-    try:
-        return None if path is None else path.stat().st_mtime_ns
-    except OSError:
-        return None
+        cause = error.strerror or str(error)
+        raise CannotStart(
+            f"cannot listen on {address}: {cause}. Stop who does, or choose another address with --listen or "
+            "--admin-listen"
+        ) from None
+    return f"http://{host}:{runner.addresses[0][1]}"

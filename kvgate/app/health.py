@@ -1,0 +1,105 @@
+"""What the operator is told: why requests are not served, and what to look at although they are."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvgate.core.profile import Source
+
+if TYPE_CHECKING:
+    from kvgate.app.tenants_file import TenantsFile
+    from kvgate.core.profile import EngineProfile
+    from kvgate.core.reason import Refusal
+    from kvgate.engines.llamacpp import LlamaCpp
+    from kvgate.metrics import Metrics
+    from kvgate.settings import Settings
+    from kvgate.store.gate_lock import GateLock
+    from kvgate.store.local_ledger import LocalLedger
+    from kvgate.store.tenants import ValkeyTenants
+    from kvgate.web import Front
+
+
+@dataclass(slots=True)
+class Health:
+    """The state of one gate, read whenever somebody asks.
+
+    `engine_refusal` is why the engine did not serve at the last look at it.
+    """
+
+    settings: Settings
+    engine: LlamaCpp
+    ledger: LocalLedger
+    metrics: Metrics
+    tenants: ValkeyTenants
+    tenants_file: TenantsFile
+    lock: GateLock
+    front: Front
+    engine_refusal: Refusal | None = None
+
+    def problems(self) -> list[str]:
+        """Why requests are not served now; empty while they are."""
+        problems = ["this gate is shutting down"] if self.front.draining else []
+        undersized = self.engine.refusal_now()
+        if self.engine_refusal is not None:
+            problems.append(self.engine_refusal.message)
+        elif undersized is not None:
+            problems.append(undersized.refusal.message)
+        return problems
+
+    def warnings(self) -> list[str]:
+        """What the operator should look at although requests are served."""
+        profile, least = self.engine.profile, self.settings.engine.context_tokens_min
+        warnings = [] if profile is None else profile_warnings(profile)
+        if profile is not None and self.engine.is_undersized:
+            found = profile.n_ctx_slot.value
+            warnings.append(f"the engine's n_ctx_slot of {found} tokens is below context_tokens_min = {least}")
+        if self.tenants.stale_since is not None:
+            warnings.append("the store is out: tenants and keys are as they were when it was last seen")
+        if not self.tenants.has_keys and self.settings.anonymous_tenant is None:
+            warnings.append(
+                "no tenant has a key, so every request is refused with 401: declare one in the tenants file"
+            )
+        if (problem := self.tenants_file.problem) is not None:
+            warnings.append(f"the tenants file was not applied, the last one stays in force: {problem}")
+        if (rival := self.lock.rival) is not None:
+            warnings.append(f"another gate guards this engine too, and both grant the same KV: {rival}")
+        if (times := self.metrics.overflows) > 0:
+            warnings.append(
+                f"the engine ran out of KV {times} times although the ledger had room: somebody asks it around this "
+                "gate, or its slots share a cache that was taken for divided"
+            )
+        return warnings
+
+    def status(self) -> dict[str, Any]:
+        """Everything, as JSON values."""
+        profile = self.engine.profile
+        engine = profile and {"profile": profile, "fingerprint": profile.fingerprint, "kv_type": profile.kv_type}
+        return {
+            "engine": engine,
+            "ledger": self.ledger.view(),
+            "in_flight": self.front.in_flight,
+            "upstream_connections": self.engine.upstream.open_connections,
+            "tasks": len(asyncio.all_tasks()),
+            "problems": self.problems(),
+            "warnings": self.warnings(),
+        }
+
+
+def profile_warnings(profile: EngineProfile) -> list[str]:
+    """What of an engine's profile its operator should know."""
+    warnings = []
+    n_ctx, slots = profile.n_ctx_slot.value, profile.total_slots.value
+    if profile.topology.source is Source.ASSUMED and slots > 1:
+        warnings.append(
+            f"nothing tells whether the engine's {slots} slots share one KV cache, so kvgate guards them as one pool "
+            f"of {n_ctx} tokens: safe, and slower than need be. Name the engine's log (--engine-log FILE), or write "
+            f'kv_topology = "divided" (or "unified", with pool_tokens) under [engine]'
+        )
+    if not profile.slots_visible:
+        warnings.append(
+            "the engine does not show its slots (started with --no-slots), so what a hung-up request held is counted "
+            "until drain_max_s has passed"
+        )
+    return warnings
