@@ -1,5 +1,5 @@
 # `make` alone prints this help. Everything a target needs it installs itself, into .venv and .cache.
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 export KVGATE_CACHE ?= $(CURDIR)/.cache
@@ -22,7 +22,8 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 	@touch $@
 
 run: $(VENV)/run.stamp  ## Start a gate: in front of UPSTREAM=http://host:port, or of a real llama.cpp server of its own
-	@$(BIN)/python -m kvgate.cli.quickstart $(if $(UPSTREAM),--upstream $(UPSTREAM))
+	@$(BIN)/python -m kvgate.cli.quickstart $(if $(UPSTREAM),--upstream $(UPSTREAM)) $(if $(LISTEN),--listen $(LISTEN)) \
+		$(if $(ADMIN_LISTEN),--admin-listen $(ADMIN_LISTEN))
 
 demo: $(VENV)/run.stamp  ## In a minute, side by side: what a bare engine does to three tenants, and what kvgate does
 	@$(BIN)/python -m kvgate.cli.demo

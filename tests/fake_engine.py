@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 COUNTER = "/v1/chat/completions/input_tokens"
 CHAT = "/v1/chat/completions"
+MESSAGES = "/v1/messages"
+MESSAGES_COUNTER = "/v1/messages/count_tokens"
+TOKENIZE = "/tokenize"
 WORDS = ("Hi", ",", " how", " can", " I", " help", " you", "?")
 REQUESTS_PER_CONNECTION = 100
 
@@ -166,6 +169,14 @@ class FakeEngine:
         texts = [str(message.get("content") or "") for message in body["messages"]]
         return 30 + sum(len(text.split()) for text in texts)
 
+    def tokens(self, body: dict[str, Any]) -> list[int]:
+        """As `count`, of a text or of token ids and texts; with `add_special` a BOS, unless ids come first."""
+        content = body.get("content", [])
+        pieces = content if isinstance(content, list) else [content]
+        bos = [1] if body.get("add_special") and pieces and isinstance(pieces[0], str) else []
+        found = [[7 for _ in piece.split()] if isinstance(piece, str) else [piece] for piece in pieces]
+        return bos + [token for tokens in found for token in tokens]
+
 
 def _marker() -> str:
     return f"<__media_{secrets.token_hex(16)}__>"
@@ -230,6 +241,8 @@ async def usual(exchange: Exchange) -> None:
         await exchange.json("200 OK", shown[request.path])
     elif (request.method, request.path) == ("GET", "/slots"):
         await _slots(exchange)
+    elif (request.method, request.path) == ("POST", TOKENIZE):
+        await exchange.json("200 OK", {"tokens": engine.tokens(request.json)})
     elif request.method == "POST" and request.path in {COUNTER, CHAT}:
         if (body := await _parsed(exchange)) is None:
             return

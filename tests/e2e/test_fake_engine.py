@@ -14,7 +14,7 @@ import pytest
 from kvgate.lab.engine_process import EngineProcess
 from kvgate.lab.fetch import fetch_model
 from tests.e2e.ports import free_port
-from tests.fake_engine import CHAT, COUNTER, REQUESTS_PER_CONNECTION, FakeEngine, error_event
+from tests.fake_engine import CHAT, COUNTER, REQUESTS_PER_CONNECTION, TOKENIZE, FakeEngine, error_event
 
 pytestmark = pytest.mark.engine
 
@@ -185,6 +185,25 @@ async def test_whatever_is_refused_ends_the_connection(
     assert says in answer.json["error"]["message"]
     assert list(answer.headers) == [*JSON_HEADERS, "connection"]
     assert (answer.headers["connection"], answer.closed) == ("close", True)
+
+
+@pytest.mark.parametrize("special", [{}, {"add_special": True, "parse_special": True}])
+async def test_the_tokenizer_takes_texts_ids_and_lists_of_both(url: str, special: dict[str, bool]) -> None:
+    """Ids come back as they are, with no BOS before them; before a text there is one where the model wants it."""
+
+    async def tokens(content: Any) -> list[int]:
+        answer = await ask(url, "POST", TOKENIZE, {"content": content, **special})
+        assert (answer.status, set(answer.json)) == (200, {"tokens"})
+        assert not answer.closed
+        return list(answer.json["tokens"])
+
+    text = await tokens("one two three")
+    assert len(text) - 3 in ({0, 1} if special else {0})
+    assert await tokens([5, 6]) == [5, 6]
+    assert (await tokens([5, "one two three"]))[0] == 5
+    assert len(await tokens([5, "one two three"])) == 4
+    assert await tokens(["one two three", 5]) == [*text, 5]
+    assert await tokens("") in ([], [1]) if special else await tokens("") == []
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -117,6 +117,7 @@ async def test_a_tenants_concurrency_is_its_own(engine: EngineProcess, gate: Run
     assert [_finished(await task) for task in narrow] == [60, 60, 60]
 
 
+@pytest.mark.timeout(400)
 async def test_sixty_streams_with_a_fifth_hanging_up_leave_nothing(engine: EngineProcess, gate: RunningGate) -> None:
     """A hang-up ends the engine's work and gives its KV back, but not before the engine shows it idle."""
     before = gate.wait_until_empty(5)

@@ -11,6 +11,7 @@ from kvgate.core.json_object import Edit
 from kvgate.core.ledger import Denied, Lease
 from kvgate.core.profile import EngineProfile, Fact, Source, Topology
 from kvgate.core.tenant import Limits, OnOverflow, Quota, Tenant
+from kvgate.engines.llamacpp.errors import explain
 from kvgate.ports import Counted, Head, LineFailed, Refused
 
 if TYPE_CHECKING:
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from kvgate.core.pool import KvPool
     from kvgate.core.reason import Refusal
     from kvgate.core.reuse import Reuse
-    from kvgate.ports import RequestRecord
+    from kvgate.ports import Line, ReadRequest, RequestRecord
+
+    Step = EngineProfile | Refused | Callable[[], Awaitable[None]]
 
 NO_CACHE = Edit({"cache_prompt": False}, frozenset({"cache_prompt", "id_slot"}))
 
@@ -106,20 +109,45 @@ class LineDouble:
 
 @dataclass
 class EngineDouble:
-    """An engine whose counts and lines are scripted; each list's last entry stays in force."""
+    """An engine whose counts and lines are scripted; each list's last entry stays in force.
+
+    `prompts` are what a count finds, `prompt_tokens` where there is one. `reuse_off` is by dialect, True for those
+    that are not in it; what a probe finds, `probes`, goes for all that are. A text has a token a word.
+    """
 
     prompt_tokens: int = 10
-    now: EngineProfile = field(default_factory=profile)
-    counts: list[EngineProfile | Refused | Callable[[], Awaitable[None]]] = field(default_factory=list)
-    opens: list[EngineProfile | Refused | Callable[[], Awaitable[None]]] = field(default_factory=list)
+    now: EngineProfile = field(default_factory=lambda: profile())  # noqa: PLW0108 - `profile` below is another one
+    counts: list[Step] = field(default_factory=list)
+    opens: list[Step] = field(default_factory=list)
     counted: list[tuple[str, bytes]] = field(default_factory=list)
     lines: list[LineDouble] = field(default_factory=list)
     answer: Callable[[EngineProfile], LineDouble] = LineDouble
+    prompts: tuple[int, ...] = ()
+    exact: bool = True
+    is_known: bool = True
+    reuse_off: dict[str, bool | None] = field(default_factory=dict)
+    probes: list[bool | LineFailed | Callable[[], Awaitable[None]]] = field(default_factory=list)
+    probed: list[Line] = field(default_factory=list)
+    seen_reusing: list[EngineProfile] = field(default_factory=list)
+    text_counts: list[Step] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    controls: dict[str, tuple[int, bytes] | Refused] = field(default_factory=dict)
+    controlled: list[tuple[str, bytes]] = field(default_factory=list)
+    told_props: dict[str, Any] = field(default_factory=dict)
 
-    async def count(self, dialect: str, body: bytes) -> Counted:
+    @property
+    def profile(self) -> EngineProfile | None:
+        return self.now if self.is_known else None
+
+    async def count(self, dialect: str, request: ReadRequest, body: bytes) -> Counted:
         self.counted.append((dialect, body))
         found = await self._next(self.counts)
-        return Counted(self.prompt_tokens, found)
+        return Counted(self.prompts or (self.prompt_tokens,), found, self.exact)
+
+    async def count_text(self, text: str) -> int:
+        self.texts.append(text)
+        await self._next(self.text_counts)
+        return len(text.split())
 
     async def open(self) -> LineDouble:
         found = await self._next(self.opens)
@@ -132,7 +160,38 @@ class EngineDouble:
     def reuse_edit(self, reuse: Reuse) -> Edit:
         return NO_CACHE
 
-    async def _next(self, script: list[EngineProfile | Refused | Callable[[], Awaitable[None]]]) -> EngineProfile:
+    def reuse_is_off(self, dialect: str, profile: EngineProfile) -> bool | None:
+        return self.reuse_off.get(dialect, True)
+
+    async def probe_reuse(self, line: Line) -> None:
+        self.probed.append(line)
+        await asyncio.sleep(0)
+        while self.probes:
+            step = self.probes.pop(0)
+            if isinstance(step, bool):
+                self.reuse_off = dict.fromkeys(self.reuse_off, step)
+                return
+            if isinstance(step, LineFailed):
+                raise step
+            await step()
+
+    def reuse_seen(self, profile: EngineProfile) -> None:
+        self.seen_reusing.append(profile)
+
+    def explain(self, status: int, body: bytes) -> Refusal:
+        return explain(status, body)
+
+    async def control(self, path: str, body: bytes) -> tuple[int, bytes]:
+        self.controlled.append((path, body))
+        found = self.controls.get(path, (200, b"{}"))
+        if isinstance(found, Refused):
+            raise found
+        return found
+
+    async def props(self) -> dict[str, Any]:
+        return self.told_props
+
+    async def _next(self, script: list[Step]) -> EngineProfile:
         await asyncio.sleep(0)
         while script:
             step = script.pop(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,13 +13,17 @@ from kvgate.core.admission import Admit, Clamp, Reject
 from kvgate.core.ledger import Denied
 from kvgate.core.reason import Reason, refusal
 from kvgate.core.tenant import Tenant
+from kvgate.dialects.anthropic_messages import AnthropicMessages
 from kvgate.dialects.openai_chat import OpenAiChat
-from kvgate.gate import ATTEMPTS, Admitted, Call, Gate, Rejected
+from kvgate.dialects.openai_embeddings import OpenAiEmbeddings
+from kvgate.gate import ATTEMPTS, PROBE_TENANT, Admitted, Call, Gate, Rejected
+from kvgate.ports import PROBE_SIZE
 from kvgate.store.local_ledger import LocalLedger
 from tests.unit.doubles import (
     EngineDouble,
     LedgerDouble,
     ManualClock,
+    broken,
     chat,
     forever,
     profile,
@@ -30,7 +34,7 @@ from tests.unit.doubles import (
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from kvgate.ports import LedgerPort
+    from kvgate.ports import LedgerPort, LineFailed
 
 OLD = profile(1024, instance="<old>")
 NEW = profile(512, instance="<new>")
@@ -44,6 +48,16 @@ def gate(engine: EngineDouble, ledger: LedgerPort) -> Gate:
 
 def call(body: bytes | None = None, who: Tenant | None = None) -> Call:
     return Call(who or tenant(), OpenAiChat(), chat() if body is None else body)
+
+
+def messages(body: bytes | None = None, who: Tenant | None = None) -> Call:
+    """A request of a dialect that cannot carry the switch for reuse."""
+    return Call(who or tenant(), AnthropicMessages(), chat(max_tokens=5) if body is None else body)
+
+
+def switchless(*probes: bool | LineFailed | Callable[[], Awaitable[None]], **fields: Any) -> EngineDouble:
+    """An engine that nobody has probed yet; `probes` is what they will find."""
+    return EngineDouble(reuse_off={"anthropic_messages": None}, probes=list(probes), **fields)
 
 
 async def admit(
@@ -203,6 +217,22 @@ async def test_a_request_that_waited_too_long_leaves_the_queue() -> None:
         view = ledger.view()
         assert view is not None
         assert (view.waiting, view.running) == (0, 1)
+    assert_nothing_held(ledger)
+
+
+@pytest.mark.parametrize("reason", [Reason.ENGINE_UNREACHABLE, Reason.ENGINE_LOADING, Reason.ENGINE_UNKNOWN])
+async def test_who_waits_for_an_engine_that_is_gone_is_sent_away(reason: Reason) -> None:
+    """With whatever is wrong with it, and nothing left in the queue."""
+    ledger = LocalLedger(ManualClock(), 60)
+    engine = EngineDouble(now=profile(1024, 1))
+    async with gate(engine, ledger).admit(call()):
+        waiting = asyncio.create_task(admit(engine, ledger, call()))
+        await _settled_down()
+        ledger.turn_away(reason)
+        found = await waiting
+        assert isinstance(found, Rejected)
+        assert found.refusal.reason is reason
+        assert 1 <= (found.refusal.retry_after_s or 0) <= 60
     assert_nothing_held(ledger)
 
 
@@ -376,6 +406,155 @@ async def test_what_ended_is_free_at_once() -> None:
     await admit(EngineDouble(), ledger, call(), relaying)
     assert_nothing_held(ledger)
     assert not ledger.draining.is_set()
+
+
+# -- lists of prompts
+
+
+async def test_a_list_of_prompts_reserves_those_that_run_side_by_side() -> None:
+    """Two slots: the two longest of three, without output, under one lease."""
+    engine, ledger = EngineDouble(prompts=(10, 300, 200)), LedgerDouble()
+    body = b'{"input": ["a", "b", "c"]}'
+    found = await admit(engine, ledger, Call(tenant(), OpenAiEmbeddings(), body))
+    assert isinstance(found, Admitted)
+    (reservation,) = ledger.reservations
+    assert (reservation.size.prompts, reservation.size.sequences) == ((300, 200), 2)
+    assert (found.lease.cells, found.body) == (500, b'{"input": ["a", "b", "c"],"cache_prompt":false}')
+
+
+# -- dialects that cannot carry the switch for reuse
+
+
+async def test_an_engine_is_probed_before_it_gets_what_cannot_carry_the_switch() -> None:
+    """Under a lease of its own, on a line of its own, both given back before the request reserves anything."""
+    engine, ledger = switchless(True), LedgerDouble()
+    found = await admit(engine, ledger, messages())
+    assert isinstance(found, Admitted)
+    probe, own = ledger.reservations
+    assert (probe.tenant, probe.size) == (PROBE_TENANT, PROBE_SIZE)
+    assert own.tenant == "acme"
+    assert ledger.told == [
+        ("reserve", "lease-2"),
+        ("hand_over", "lease-2"),
+        ("settle ended", "lease-2"),
+        ("reserve", "lease-1"),
+        ("settle", "lease-1"),
+    ]
+    assert engine.probed == [engine.lines[0]]
+    assert [line.released for line in engine.lines] == [1, 1]
+
+
+async def test_an_engine_is_probed_once() -> None:
+    """Later requests go by what it found; requests side by side wait for one probe together."""
+    engine, ledger = switchless(True), LocalLedger(ManualClock(), 60)
+    judge = gate(engine, ledger)
+
+    async def one() -> Admitted | Rejected:
+        async with judge.admit(messages()) as outcome:
+            return outcome
+
+    found = await asyncio.gather(*(one() for _ in range(12)))
+    found.append(await one())
+    assert all(isinstance(outcome, Admitted) for outcome in found)
+    assert len(engine.probed) == 1
+    assert_nothing_held(ledger)
+
+
+async def test_a_dialect_that_carries_the_switch_is_never_probed_for() -> None:
+    engine = switchless(False)
+    assert isinstance(await admit(engine, LedgerDouble(), call()), Admitted)
+    assert engine.probed == []
+
+
+async def test_an_engine_with_reuse_on_is_refused_with_the_flags() -> None:
+    """503 for that dialect, nothing reserved for the request; every other dialect is served."""
+    engine, ledger = switchless(False), LocalLedger(ManualClock(), 60)
+    judge = gate(engine, ledger)
+    for _ in range(3):
+        async with judge.admit(messages()) as found:
+            assert isinstance(found, Rejected)
+            assert (found.refusal.reason, found.refusal.retry_after_s) == (Reason.REUSE_SWITCH, 60)
+            assert "--no-cache-prompt --cache-ram 0 --no-cache-idle-slots" in found.refusal.message
+    async with judge.admit(call()) as found:
+        assert isinstance(found, Admitted)
+    assert len(engine.probed) == 1
+    assert_nothing_held(ledger)
+
+
+async def test_what_cannot_fit_is_told_so_before_anything_is_probed() -> None:
+    engine = switchless(True, prompt_tokens=5000)
+    found = await admit(engine, LedgerDouble(), messages())
+    assert isinstance(found, Rejected)
+    assert found.refusal.reason is Reason.PROMPT_OVERFLOW
+    assert engine.probed == []
+
+
+async def test_a_probe_that_finds_nothing_lets_nobody_in() -> None:
+    """Until something is seen the answer is no; the next request tries again."""
+
+    async def nothing() -> None:
+        pass
+
+    engine, ledger = switchless(nothing), LocalLedger(ManualClock(), 60)
+    found = await admit(engine, ledger, messages())
+    assert isinstance(found, Rejected)
+    assert found.refusal.reason is Reason.REUSE_UNPROVEN
+    assert found.refusal.retry_after_s == 2
+    engine.probes = [True]
+    assert isinstance(await admit(engine, ledger, messages()), Admitted)
+    assert_nothing_held(ledger)
+
+
+async def test_a_probe_without_room_is_no_proof() -> None:
+    """Nobody may run then, the probe neither."""
+    engine = switchless(True)
+    found = await admit(engine, LedgerDouble(replies=[Denied("", Reason.QUEUE_TIMEOUT, 0, 1)]), messages())
+    assert isinstance(found, Rejected)
+    assert engine.probed == []
+    assert engine.lines == []
+
+
+async def test_a_probe_whose_line_breaks_drains() -> None:
+    """What it asked may still be at work; the request is told that the engine cannot be reached."""
+    engine, ledger = switchless(broken()), LocalLedger(ManualClock(), 60)
+    found = await admit(engine, ledger, messages())
+    assert isinstance(found, Rejected)
+    assert (found.refusal.reason, found.refusal.retry_after_s) == (Reason.ENGINE_UNREACHABLE, 1)
+    view = ledger.view()
+    assert view is not None
+    assert (view.running, view.draining) == (0, 1)
+    assert [line.released for line in engine.lines] == [1]
+
+
+async def test_a_probe_of_an_engine_that_is_gone_is_a_refusal() -> None:
+    engine, ledger = switchless(True, opens=[UNREACHABLE]), LocalLedger(ManualClock(), 60)
+    found = await admit(engine, ledger, messages())
+    assert isinstance(found, Rejected)
+    assert found.refusal.reason is Reason.ENGINE_UNREACHABLE
+    assert_nothing_held(ledger)
+
+
+async def test_a_client_that_leaves_during_the_probe_it_waits_for_leaves_nothing() -> None:
+    """Neither the one that runs it nor the one that waits for it; and the next one probes anew."""
+    engine, ledger = switchless(forever), LocalLedger(ManualClock(), 60)
+    judge = gate(engine, ledger)
+
+    async def one() -> Admitted | Rejected:
+        async with judge.admit(messages()) as outcome:
+            return outcome
+
+    first, second, third = (asyncio.create_task(one()) for _ in range(3))
+    await _settled_down()
+    second.cancel()
+    first.cancel()
+    engine.probes = [True]
+    assert isinstance(await third, Admitted)
+    for left in (first, second):
+        with pytest.raises(asyncio.CancelledError):
+            await left
+    view = ledger.view()
+    assert view is not None
+    assert (view.running, view.draining, view.waiting) == (0, 1, 0)  # the first probe's words are with the engine
 
 
 # -- an engine that changes under a request

@@ -17,6 +17,7 @@ from kvgate.core.ledger import (
     Reservation,
     SlotsSeen,
     Ticket,
+    handover_s,
 )
 from kvgate.core.pool import KvPool
 from kvgate.core.reason import Reason
@@ -293,13 +294,63 @@ def test_a_look_from_before_the_hang_up_proves_nothing() -> None:
 
 
 def test_a_request_that_may_still_be_on_its_way_is_not_over() -> None:
-    """Without an answer, only looks from `HANDOVER_S` after the handover on count, and it takes two of them."""
+    """Without an answer, only looks from `handover_s` after the handover on count, and it takes two of them."""
     ledger = hung_up(answered=False)
     look(ledger, 1.2)
-    look(ledger, HANDOVER_S - 0.1)
     look(ledger, HANDOVER_S)
+    look(ledger, HANDOVER_S + 0.01)
     assert draining(ledger) == 1
     look(ledger, HANDOVER_S + 0.2)
+    assert draining(ledger) == 0
+
+
+def test_a_long_prompt_may_be_on_its_way_for_longer() -> None:
+    """The engine counts a prompt again before it launches it: a second more for 50,000 tokens."""
+    assert handover_s(Size(0, 1)) == HANDOVER_S
+    assert handover_s(Size(50_000, 1)) == pytest.approx(HANDOVER_S + 1)
+    assert handover_s(Size(30_000, 1, 2, (30_000, 20_000))) == pytest.approx(HANDOVER_S + 1)
+
+
+def test_without_output_any_slot_may_be_its_own() -> None:
+    """An embedding has no output limit, and the engine shows its own default for it: -1, never 0."""
+    ledger = Ledger(KvPool(tokens=800, slots=8, tokens_per_slot=100))
+    serve(ledger, want("b", output=20))
+    size = Size(40, 0, sequences=2, prompts=(40, 30))
+    ledger.reserve(Reservation("a", "t", Quota(), size), 0.0)
+    ledger.hand_over("a", 0.0)
+    ledger.settle("a", 1.0, ended=False)
+    neighbour = BusySlot(0, 1, 20)
+    for at_s in (2.0, 3.0, 4.0, 5.0):
+        look(ledger, at_s, neighbour, BusySlot(1, 2, -1), BusySlot(2, 3, -1))
+    assert draining(ledger) == 2
+    look(ledger, 6.0, neighbour)
+    look(ledger, 7.0, neighbour)
+    assert draining(ledger) == 0
+
+
+def test_the_rest_of_a_list_may_run_in_later_tasks() -> None:
+    """A list longer than its slots waits in the engine: what the first looks saw is not all of it."""
+    ledger = Ledger(KvPool(tokens=800, slots=8, tokens_per_slot=100))
+    ledger.reserve(Reservation("a", "t", Quota(), Size(40, 50, 2, (40, 30), queued=3)), 0.0)
+    ledger.hand_over("a", 0.0)
+    ledger.answered("a", 0.5)
+    ledger.settle("a", 1.0, ended=False)
+    for at_s, tasks in ((2.0, (1, 2)), (3.0, (3, 4)), (4.0, (5,))):
+        look(ledger, at_s, *(BusySlot(slot, task, 50) for slot, task in enumerate(tasks)))
+        assert draining(ledger) == 2
+    look(ledger, 5.0)
+    assert draining(ledger) == 0
+
+
+def test_a_neighbours_list_does_not_explain_a_task_that_it_has_left() -> None:
+    """It was in one of the two tasks that were seen, and has gone on to a later one."""
+    neighbour = Reservation("b", "t", Quota(), Size(50, 50, queued=3))
+    ledger = hung_up(neighbour)
+    look(ledger, 2.0, BusySlot(0, 1, 50), BusySlot(1, 2, 50))
+    for at_s in (3.0, 4.0, 5.0):
+        look(ledger, at_s, BusySlot(0, 3, 50), BusySlot(1, 2, 50))
+        assert draining(ledger) == 1
+    look(ledger, 6.0, BusySlot(0, 4, 50))
     assert draining(ledger) == 0
 
 

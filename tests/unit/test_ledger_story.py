@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvgate.core.ask import Size
-from kvgate.core.ledger import HANDOVER_S, BusySlot, Denied, Lease, Ledger, Reservation, SlotsSeen, Ticket
+from kvgate.core.ledger import (
+    HANDOVER_S,
+    BusySlot,
+    Denied,
+    Lease,
+    Ledger,
+    Reservation,
+    SlotsSeen,
+    Ticket,
+    handover_s,
+)
 from kvgate.core.pool import KvPool
 from kvgate.core.reason import Reason
 from kvgate.core.tenant import Quota
@@ -29,6 +39,7 @@ class Life:
     cells: int = 0
     handed: bool = False
     launched: bool = False
+    queued: int = 0
     gone: bool = False
     done_at_step: int | None = None
 
@@ -66,7 +77,13 @@ class SimulatedEngine:
         for slot in idle[: life.sequences]:
             self.last_task_id += 1
             self.tasks[slot] = (self.last_task_id, life)
-        life.launched = True
+        life.launched, life.queued = True, life.reservation.size.queued
+
+    def go_on(self, slot: int, life: Life) -> None:
+        """The next prompt of its list, in the slot that has just come free."""
+        life.queued -= 1
+        self.last_task_id += 1
+        self.tasks[slot] = (self.last_task_id, life)
 
     def works_for(self, life: Life) -> bool:
         return life.lease_id in self.pending or any(running is life for _, running in self.tasks.values())
@@ -82,7 +99,7 @@ class SimulatedEngine:
             BusySlot(
                 slot,
                 None if kind == "no tasks" else task_id,
-                None if kind == "no limits" else life.reservation.size.output_tokens,
+                None if kind == "no limits" else life.reservation.size.output_tokens or -1,
             )
             for slot, (task_id, life) in self.tasks.items()
         )
@@ -117,10 +134,19 @@ quotas = st.builds(
     kv_tokens_max=st.sampled_from([None, None, 60, 120, 200]),
     queue_max=st.sampled_from([0, 1, 2, 8]),
 )
-sizes = st.builds(
+outputs = st.sampled_from([16, 16, 16, 40, 0])
+lists = st.builds(
+    lambda prompts, output, queued: Size(
+        max(prompts), output, len(prompts), tuple(prompts) if len(prompts) > 1 else (), queued
+    ),
+    st.lists(st.sampled_from([0, 1, 20, 40]), min_size=1, max_size=3),
+    outputs,
+    st.sampled_from([0, 1, 3]),
+)
+sizes = lists | st.builds(
     Size,
     prompt_tokens=st.sampled_from([0, 1, 20, 40, 60, 84]),
-    output_tokens=st.sampled_from([16, 16, 16, 40]),
+    output_tokens=outputs,
     sequences=st.sampled_from([1, 1, 1, 1, 2, 3]),
 )
 TENANTS = ("a", "b", "c")
@@ -239,7 +265,7 @@ class Story(RuleBasedStateMachine):
     def hand_over_now(self, life: Life, *, late: bool) -> None:
         self.ledger.hand_over(life.lease_id, self.now_s)
         life.handed = True
-        self.engine.pending[life.lease_id] = Pending(life, self.now_s + HANDOVER_S, late)
+        self.engine.pending[life.lease_id] = Pending(life, self.now_s + handover_s(life.reservation.size), late)
 
     @precondition(lambda self: self.answering())
     @rule(data=st.data())
@@ -280,7 +306,12 @@ class Story(RuleBasedStateMachine):
     @rule(data=st.data())
     def finish_one(self, data: st.DataObject) -> None:
         self.step += 1
-        _, life = self.engine.tasks.pop(data.draw(st.sampled_from(sorted(self.engine.tasks))))
+        slot = data.draw(st.sampled_from(sorted(self.engine.tasks)))
+        _, life = self.engine.tasks.pop(slot)
+        if life.queued and life.gone and data.draw(st.booleans()):
+            life.queued = 0  # the engine has seen the hang-up
+        if life.queued:
+            self.engine.go_on(slot, life)
         if not self.engine.works_for(life):
             life.done_at_step = self.step
 
@@ -334,7 +365,7 @@ class Story(RuleBasedStateMachine):
             for life in self.running():
                 self.hang_up_now(life)
         self.engine = SimulatedEngine(self.pool.slots)
-        self.now_s += HANDOVER_S
+        self.now_s += HANDOVER_S + 1
         for _ in range(2):
             self.look_now(self.kinds[0])
         view = self.ledger.view()
@@ -489,9 +520,13 @@ class DrainStory(Story):
     def start_story(self, kinds: tuple[str, ...]) -> None:
         self.begin(KvPool(tokens=600, slots=6, tokens_per_slot=100), [FREE] * 3, kinds)
 
-    @rule(sequences=st.sampled_from([1, 1, 1, 2, 3]), begun=st.sampled_from([True, True, False]))
-    def serve(self, sequences: int, begun: bool) -> None:
-        life = self.ask_for("a", Size(10, 16, sequences))
+    @rule(
+        sequences=st.sampled_from([1, 1, 1, 2, 3]),
+        queued=st.sampled_from([0, 0, 0, 2]),
+        begun=st.sampled_from([True, True, False]),
+    )
+    def serve(self, sequences: int, queued: int, begun: bool) -> None:
+        life = self.ask_for("a", Size(10, 16, sequences, queued=queued))
         if life in self.held:
             if begun:
                 self.start(life)

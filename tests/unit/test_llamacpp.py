@@ -5,22 +5,26 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvgate.core.ask import Ask, Prompt
 from kvgate.core.json_object import read_object
 from kvgate.core.ledger import BusySlot
 from kvgate.core.profile import EngineProfile, Fact, KvSettings, Source, Topology
 from kvgate.core.reason import Reason
 from kvgate.core.reuse import Reuse
 from kvgate.core.startup_log import StartupLog
-from kvgate.engines import llamacpp as module
 from kvgate.engines.llamacpp import COUNTERS, COUNTS_AT_ONCE, REUSE_FIELDS, SAFE_PROBLEMS, LlamaCpp, LlamaCppSettings
-from kvgate.ports import LineFailed, Refused
+from kvgate.engines.llamacpp import calls as module
+from kvgate.engines.llamacpp.discovery import BoundFacts
+from kvgate.engines.llamacpp.engine import SWITCHLESS
+from kvgate.engines.llamacpp.errors import explain
+from kvgate.ports import PROBE_SIZE, LineFailed, ReadRequest, Refused
 from tests import fake_engine as fault
-from tests.fake_engine import CHAT, COUNTER, FakeEngine, raw, whole
+from tests.fake_engine import CHAT, COUNTER, MESSAGES, MESSAGES_COUNTER, TOKENIZE, FakeEngine, raw, whole
 from tests.unit.doubles import ManualClock, chat
 
 if TYPE_CHECKING:
@@ -35,6 +39,8 @@ STARTED = (
 )
 UNIFIED = tuple(line.replace("'false'", "'true'") for line in STARTED)
 SECRET = "the launch code is 0000"
+UNPROMPTED = ReadRequest(Ask("m", 1, 1, stream=False), read_object(b"{}"), usage_shown=False)
+"""What a dialect reads whose prompt only the engine's own counter can size."""
 
 
 @dataclass
@@ -158,7 +164,7 @@ async def test_an_engine_without_slots_is_found_at_the_first_look(engine: FakeEn
     found = await llama.discover()
     assert (found.slots_visible, found.n_ctx_slot) == (False, Fact(512, Source.PROPS))
     assert await llama.look() is None
-    assert (await llama.count("openai_chat", chat())).prompt_tokens == 31
+    assert (await llama.count("openai_chat", UNPROMPTED, chat())).prompts == (31,)
 
 
 @pytest.mark.parametrize(
@@ -306,6 +312,7 @@ async def test_a_stalled_engine_is_given_up(
     engine: FakeEngine, gate_to: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CONTROL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(module, "HELLO_TIMEOUT_S", 0.1)
     llama = gate_to()
     await llama.discover()
     engine.script("/health", fault.stall)
@@ -408,12 +415,20 @@ async def test_an_engine_without_a_mark_of_its_own(
 
 async def test_the_count_is_the_engines_and_of_the_very_body(engine: FakeEngine, gate_to: Any) -> None:
     sent = b'{ "messages" : [{"role":"user","content":"one two three"}], "max_tokens": 1 }'
-    counted = await gate_to().count("openai_chat", sent)
-    assert counted.prompt_tokens == 33
+    counted = await gate_to().count("openai_chat", UNPROMPTED, sent)
+    assert (counted.prompts, counted.exact) == ((33,), True)
     assert counted.profile.n_ctx_slot.value == 512
     (request,) = engine.asked(COUNTER)
     assert (request.body, request.headers["content-type"]) == (sent, "application/json")
-    assert COUNTERS == {"openai_chat": COUNTER}
+    assert COUNTERS["openai_chat"] == COUNTER
+
+
+async def test_each_dialect_has_its_own_counter(engine: FakeEngine, gate_to: Any) -> None:
+    """An Anthropic body at OpenAI's counter would be sized wrongly (vllm issue 20778)."""
+    engine.script(MESSAGES_COUNTER, whole("200 OK", {"input_tokens": 7}))
+    counted = await gate_to().count("anthropic_messages", UNPROMPTED, chat("one two three"))
+    assert (counted.prompts, engine.asked(COUNTER)) == ((7,), [])
+    assert COUNTERS["openai_responses"] == "/v1/responses/input_tokens"
 
 
 def _error(message: Any) -> dict[str, Any]:
@@ -438,7 +453,7 @@ async def test_a_body_that_the_engine_cannot_count_is_refused_without_a_word_of_
 ) -> None:
     """The engine quotes the prompt in its errors; kvgate says only what it knows to be safe."""
     engine.script(COUNTER, whole(status, answer))
-    problem = (await refusal_of(gate_to().count("openai_chat", chat(SECRET)))).refusal
+    problem = (await refusal_of(gate_to().count("openai_chat", UNPROMPTED, chat(SECRET)))).refusal
     assert problem.reason is Reason.UNCOUNTED
     assert SECRET not in problem.message
     assert "launch" not in problem.message
@@ -447,7 +462,7 @@ async def test_a_body_that_the_engine_cannot_count_is_refused_without_a_word_of_
 @pytest.mark.parametrize("phrase", SAFE_PROBLEMS)
 async def test_what_can_be_said_safely_is_said(engine: FakeEngine, gate_to: Any, phrase: str) -> None:
     engine.script(COUNTER, whole("500 Internal Server Error", _error(f"{phrase} - {SECRET}")))
-    problem = (await refusal_of(gate_to().count("openai_chat", chat()))).refusal
+    problem = (await refusal_of(gate_to().count("openai_chat", UNPROMPTED, chat()))).refusal
     assert problem.message.endswith(f"{phrase}.")
 
 
@@ -473,9 +488,92 @@ async def test_a_counter_that_does_not_count_is_the_engines_fault(
 ) -> None:
     """503, not 400: the client's body may be as good as any."""
     engine.script(COUNTER, reply)
-    problem = (await refusal_of(gate_to().count("openai_chat", chat()))).refusal
+    problem = (await refusal_of(gate_to().count("openai_chat", UNPROMPTED, chat()))).refusal
     assert (problem.reason, problem.reason.status) == (reason, 503)
     assert problem.retry_after_s is not None
+
+
+def prompted(*prompts: Prompt) -> ReadRequest:
+    """What a dialect reads that knows its prompts."""
+    return replace(UNPROMPTED, ask=replace(UNPROMPTED.ask, prompts=prompts))
+
+
+async def test_prompts_are_counted_by_the_tokenizer_each_for_itself(engine: FakeEngine, gate_to: Any) -> None:
+    """In the request's own order, with BOS as for a real prompt, and special tokens for what they are."""
+    request = prompted(Prompt(("one two three",)), Prompt((1, "four five", 2)), Prompt(("six",)))
+    counted = await gate_to().count("openai_completions", request, b"unread")
+    assert (counted.prompts, counted.exact) == ((4, 4, 2), True)
+    assert counted.profile.n_ctx_slot.value == 512
+    assert sorted((asked.json for asked in engine.asked(TOKENIZE)), key=str) == sorted(
+        [
+            {"content": content, "add_special": True, "parse_special": True}
+            for content in ("one two three", [1, "four five", 2], "six")
+        ],
+        key=str,
+    )
+
+
+async def test_token_ids_are_counted_without_asking(engine: FakeEngine, gate_to: Any) -> None:
+    """They are what the engine runs, with no BOS in front; who the engine is, is known all the same."""
+    counted = await gate_to().count("openai_completions", prompted(Prompt((5, 6, 7)), Prompt((8,))), b"")
+    assert (counted.prompts, counted.exact, counted.profile.n_ctx_slot.value) == ((3, 1), True, 512)
+    assert engine.asked(TOKENIZE) == []
+
+
+async def test_what_the_engine_adds_is_bounded_and_said_to_be(gate_to: Any) -> None:
+    """An infill's frame has no counter: the bound is added, and the figure is not called exact."""
+    counted = await gate_to().count("llamacpp_infill", prompted(Prompt(("a b", "c"), 16)), b"")
+    assert (counted.prompts, counted.exact) == ((20,), False)
+
+
+async def test_a_bare_text_is_counted_without_bos(engine: FakeEngine, gate_to: Any) -> None:
+    """Output that the engine told nothing of."""
+    assert await gate_to().count_text("three more words") == 3
+    assert engine.asked(TOKENIZE)[0].json == {"content": "three more words"}
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (whole("200 OK", {}), Reason.ENGINE_UNKNOWN),
+        (whole("200 OK", {"tokens": 3}), Reason.ENGINE_UNKNOWN),
+        (whole("404 Not Found", {}), Reason.ENGINE_UNKNOWN),
+        (whole("503 Service Unavailable", {}), Reason.ENGINE_LOADING),
+        (whole("500 Internal Server Error", {"error": {"message": SECRET}}), Reason.UNCOUNTED),
+        (fault.reset_before_head, Reason.ENGINE_UNREACHABLE),
+    ],
+)
+async def test_a_tokenizer_that_does_not_count_refuses_them_all(
+    engine: FakeEngine, gate_to: Any, reply: Reply, reason: Reason
+) -> None:
+    """Nothing unsized is waved through: one prompt of a list that cannot be counted is enough."""
+    engine.script(TOKENIZE, fault.usual, reply)
+    request = prompted(*[Prompt(("a",))] * 3)
+    problem = (await refusal_of(gate_to().count("openai_completions", request, b""))).refusal
+    assert problem.reason is reason
+    assert SECRET not in problem.message
+
+
+async def test_a_list_that_cannot_be_counted_is_not_counted_on(engine: FakeEngine, gate_to: Any) -> None:
+    """A refusal leaves nothing behind: of 200 prompts, those that wait for their turn are not asked for."""
+    engine.script(TOKENIZE, whole("500 Internal Server Error", {}))
+    llama = gate_to()
+    request = prompted(*[Prompt(("a",))] * 200)
+    assert await reason_of(llama.count("openai_completions", request, b"")) is Reason.UNCOUNTED
+    asked = len(engine.asked(TOKENIZE))
+    await asyncio.sleep(0.05)
+    assert asked <= len(engine.asked(TOKENIZE)) <= 2 * COUNTS_AT_ONCE
+    assert (await llama.count("openai_chat", UNPROMPTED, chat())).prompts == (31,)
+
+
+async def test_a_list_counted_by_two_engines_is_counted_by_none(engine: FakeEngine, gate_to: Any) -> None:
+    """One connection is to the old process still, one to the new: the sizes do not belong together."""
+    llama = gate_to()
+    (await llama.open()).release()
+    engine.media_marker = "<__media_another__>"
+    found = await refusal_of(llama.count("openai_completions", prompted(Prompt(("a",)), Prompt(("b",))), b""))
+    assert found.refusal.reason is Reason.ENGINE_CHANGED
+    assert found.refusal.retry_after_s == 1
 
 
 async def test_counts_are_bounded_side_by_side(engine: FakeEngine, gate_to: Any) -> None:
@@ -492,24 +590,34 @@ async def test_counts_are_bounded_side_by_side(engine: FakeEngine, gate_to: Any)
 
     engine.script(COUNTER, *[slow] * 20)
     llama = gate_to()
-    counts = [asyncio.create_task(llama.count("openai_chat", chat())) for _ in range(20)]
+    counts = [asyncio.create_task(llama.count("openai_chat", UNPROMPTED, chat())) for _ in range(20)]
     await until(lambda: busy == COUNTS_AT_ONCE)
     await asyncio.sleep(0.05)
     go.set()
-    assert {counted.prompt_tokens for counted in await asyncio.gather(*counts)} == {31}
+    assert {counted.prompts for counted in await asyncio.gather(*counts)} == {(31,)}
     assert most == COUNTS_AT_ONCE
+
+
+async def test_an_answer_without_end_is_not_held_for_ever(
+    engine: FakeEngine, gate_to: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ANSWER_BYTES_MAX", 1000)
+    engine.script(COUNTER, fault.until_close(b"x" * 5000))
+    llama = gate_to()
+    assert await reason_of(llama.count("openai_chat", UNPROMPTED, chat())) is Reason.ENGINE_UNREACHABLE
+    await until_gone(llama)
 
 
 async def test_a_cancelled_count_gives_its_place_and_connection_back(engine: FakeEngine, gate_to: Any) -> None:
     llama = gate_to()
     engine.script(COUNTER, *[fault.stall] * COUNTS_AT_ONCE)
-    counts = [asyncio.create_task(llama.count("openai_chat", chat())) for _ in range(COUNTS_AT_ONCE)]
+    counts = [asyncio.create_task(llama.count("openai_chat", UNPROMPTED, chat())) for _ in range(COUNTS_AT_ONCE)]
     await until(lambda: len(engine.asked(COUNTER)) == COUNTS_AT_ONCE)
     for count in counts:
         count.cancel()
     await asyncio.gather(*counts, return_exceptions=True)
     await until_gone(llama)
-    assert (await llama.count("openai_chat", chat())).prompt_tokens == 31
+    assert (await llama.count("openai_chat", UNPROMPTED, chat())).prompts == (31,)
 
 
 # -- too small
@@ -525,7 +633,7 @@ async def test_an_undersized_engine_serves_nobody_unless_the_operator_says_so(ga
         assert llama.refusal_now() is None
         (await llama.open()).release()
         return
-    for doing in (llama.open(), llama.count("openai_chat", chat())):
+    for doing in (llama.open(), llama.count("openai_chat", UNPROMPTED, chat())):
         problem = (await refusal_of(doing)).refusal
         assert problem.reason is Reason.ENGINE_UNDERSIZED
         assert dict(problem.figures) == {"n_ctx_slot": 512, "context_tokens_min": 513}
@@ -540,7 +648,7 @@ async def test_the_product_minimum_itself_is_enough(gate_to: Any) -> None:
 async def test_the_very_first_request_is_refused_by_an_undersized_engine(engine: FakeEngine, gate_to: Any) -> None:
     """Nothing was known before it came; the connection's own hello tells."""
     llama = gate_to(settings=LlamaCppSettings(KvSettings(), context_tokens_min=513))
-    assert await reason_of(llama.count("openai_chat", chat())) is Reason.ENGINE_UNDERSIZED
+    assert await reason_of(llama.count("openai_chat", UNPROMPTED, chat())) is Reason.ENGINE_UNDERSIZED
     assert engine.asked(COUNTER) == []
 
 
@@ -573,8 +681,259 @@ def test_reuse_off_is_said_and_nothing_of_the_clients_own_stays(gate_to: Any, fi
 
 async def test_the_engines_key_goes_with_every_request(engine: FakeEngine, gate_to: Any) -> None:
     llama = gate_to(api_key="sk-engine")
-    await llama.count("openai_chat", chat())
+    await llama.count("openai_chat", UNPROMPTED, chat())
     line = await llama.open()
     await line.send("POST", CHAT, {}, chat())
     line.release()
     assert {request.headers["authorization"] for request in engine.requests} == {"Bearer sk-engine"}
+
+
+# -- whether reuse can be off at all
+
+
+async def probe(llama: LlamaCpp) -> None:
+    line = await llama.open()
+    try:
+        await llama.probe_reuse(line)
+    finally:
+        line.release()
+
+
+def said(cached: int | None) -> Reply:
+    usage = {} if cached is None else {"usage": {"input_tokens": 30, "cache_read_input_tokens": cached}}
+    return whole("200 OK", {"type": "message", **usage})
+
+
+async def test_what_carries_the_switch_needs_no_proof(gate_to: Any) -> None:
+    llama = gate_to()
+    found = await llama.discover()
+    assert {llama.reuse_is_off(dialect, found) for dialect in ("openai_chat", "llamacpp_completion")} == {True}
+    assert {llama.reuse_is_off(dialect, found) for dialect in SWITCHLESS} == {None}
+
+
+@pytest.mark.parametrize(
+    ("cached", "is_off"),
+    [((0, 0, 0), True), ((0, 29, 29), False), ((0, 0, 29), False), ((5, 0, 0), False)],
+)
+async def test_a_probe_asks_the_same_and_looks_for_reuse(
+    engine: FakeEngine, gate_to: Any, cached: tuple[int, ...], is_off: bool
+) -> None:
+    """Words of its own, one token of output, and any reuse at all is a no."""
+    engine.script(MESSAGES, *map(said, cached))
+    llama = gate_to()
+    await probe(llama)
+    assert llama.profile is not None
+    assert llama.reuse_is_off("anthropic_messages", llama.profile) is is_off
+    asked = engine.asked(MESSAGES)
+    assert len({request.body for request in asked}) == 1
+    assert asked[0].json["max_tokens"] == 1
+    engine.script(MESSAGES, *map(said, cached))
+    await probe(llama)
+    assert engine.asked(MESSAGES)[-1].body != asked[0].body
+
+
+async def test_what_a_probe_asks_is_no_more_than_its_lease(engine: FakeEngine, gate_to: Any) -> None:
+    """Sized by the worst: every byte of the words a token, and a template around them."""
+    engine.script(MESSAGES, *[said(0)] * 3)
+    await probe(gate_to())
+    sent = engine.asked(MESSAGES)[0].json
+    assert len(sent["messages"][0]["content"]) + 30 <= PROBE_SIZE.prompt_tokens
+    assert sent["max_tokens"] <= PROBE_SIZE.output_tokens
+
+
+@pytest.mark.parametrize(
+    "replies",
+    [
+        [whole("500 Internal Server Error", {})],
+        [said(0), whole("503 Service Unavailable", {})],
+        [said(0), said(None), said(0)],
+        [said(0), said(0), whole("200 OK", [])],
+    ],
+)
+async def test_a_probe_that_is_not_answered_proves_nothing(
+    engine: FakeEngine, gate_to: Any, replies: list[Reply]
+) -> None:
+    engine.script(MESSAGES, *replies)
+    llama = gate_to()
+    await probe(llama)
+    assert llama.profile is not None
+    assert llama.reuse_is_off("anthropic_messages", llama.profile) is None
+
+
+async def test_a_probe_whose_line_breaks_proves_nothing(engine: FakeEngine, gate_to: Any) -> None:
+    engine.script(MESSAGES, said(0), fault.cut_whole)
+    llama = gate_to()
+    with pytest.raises(LineFailed):
+        await probe(llama)
+    assert llama.profile is not None
+    assert llama.reuse_is_off("anthropic_messages", llama.profile) is None
+
+
+async def test_a_new_process_is_probed_anew(engine: FakeEngine, gate_to: Any) -> None:
+    """Its flags may be others, although all that it tells is the same."""
+    engine.script(MESSAGES, *[said(0)] * 3)
+    llama = gate_to()
+    await probe(llama)
+    await engine.replace()
+    await until_gone(llama)
+    after = await llama.discover()
+    assert llama.reuse_is_off("anthropic_messages", after) is None
+
+
+async def test_reuse_that_is_seen_closes_what_the_probe_let_in(engine: FakeEngine, gate_to: Any) -> None:
+    engine.script(MESSAGES, *[said(0)] * 3)
+    llama = gate_to()
+    await probe(llama)
+    found = llama.profile
+    assert found is not None
+    llama.reuse_seen(found)
+    assert llama.reuse_is_off("anthropic_messages", found) is False
+    assert llama.reuse_is_off("openai_chat", found) is True
+
+
+# -- calls for tenants, and errors in other words
+
+
+async def test_a_control_call_is_passed_on_as_it_is(engine: FakeEngine, gate_to: Any) -> None:
+    """Status and bytes; errors are for the front to say in other words."""
+    engine.script("/apply-template", raw(b'HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"a": 1 }'))
+    llama = gate_to()
+    assert await llama.control("/apply-template", b'{ "x": 1}') == (200, b'{"a": 1 }')
+    assert engine.asked("/apply-template")[0].body == b'{ "x": 1}'
+    engine.script("/apply-template", whole("400 Bad Request", {"error": {}}))
+    assert await llama.control("/apply-template", b"{}") == (400, b'{"error":{}}')
+    engine.script("/apply-template", fault.cut_whole)
+    assert await reason_of(llama.control("/apply-template", b"{}")) is Reason.ENGINE_UNREACHABLE
+
+
+async def test_props_are_told_whole(engine: FakeEngine, gate_to: Any) -> None:
+    llama = gate_to()
+    assert await llama.props() == engine.props()
+    engine.script("/props", whole("503 Service Unavailable", {}))
+    assert await reason_of(llama.props()) is Reason.ENGINE_LOADING
+    engine.script("/props", fault.reset_before_head)
+    assert await reason_of(llama.props()) is Reason.ENGINE_UNREACHABLE
+
+
+OVERFLOW = {"type": "exceed_context_size_error", "n_prompt_tokens": 600, "n_ctx": 512, "message": SECRET}
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "reason", "says"),
+    [
+        (400, OVERFLOW, Reason.PROMPT_OVERFLOW, "maximum context length is 512 tokens"),
+        (500, {"message": "Context size has been exceeded."}, Reason.ENGINE_OVERFLOW, "ran out of KV cache"),
+        (400, {"message": "Context size has been exceeded."}, Reason.ENGINE_OVERFLOW, "ran out of KV cache"),
+        (503, {"message": "Loading model"}, Reason.ENGINE_LOADING, "loading"),
+        (501, {"message": f"This server does not support embeddings. {SECRET}"}, Reason.ENGINE_CANNOT, "embeddings."),
+        (501, {"message": SECRET}, Reason.ENGINE_CANNOT, "not started for it."),
+        (400, {"message": f"Failed to parse grammar: {SECRET}"}, Reason.ENGINE_REFUSED, "Failed to parse grammar."),
+        (400, {"message": SECRET}, Reason.ENGINE_REFUSED, "a field has a value that it does not take."),
+        (404, {"message": SECRET}, Reason.ENGINE_CANNOT, "does not support"),
+        (405, None, Reason.ENGINE_CANNOT, "does not support"),
+        (401, {"message": f"Invalid API Key {SECRET}"}, Reason.ENGINE_FAILED, ""),
+        (403, None, Reason.ENGINE_FAILED, ""),
+        (500, {"message": f"Failed to parse messages: {SECRET}"}, Reason.ENGINE_REFUSED, "Failed to parse messages."),
+        (500, {"message": SECRET}, Reason.ENGINE_FAILED, "ended this answer"),
+        (502, SECRET, Reason.ENGINE_FAILED, ""),
+        (500, None, Reason.ENGINE_FAILED, ""),
+        (400, {**OVERFLOW, "n_prompt_tokens": SECRET, "n_ctx": None}, Reason.PROMPT_OVERFLOW, "0 tokens"),
+    ],
+)
+def test_an_error_is_said_in_other_words(status: int, error: Any, reason: Reason, says: str) -> None:
+    """By kind, with what is known to be safe; never a word of the prompt that the engine quotes."""
+    found = explain(status, json.dumps({"error": error, "prompt": SECRET}).encode())
+    assert found.reason is reason
+    assert says in found.message
+    assert "launch" not in repr(found)
+    assert (found.retry_after_s is not None) == (reason is Reason.ENGINE_LOADING)
+
+
+def test_an_overflow_that_the_engine_finds_has_its_true_figures() -> None:
+    figures = dict(explain(400, json.dumps({"error": OVERFLOW}).encode()).figures)
+    assert (figures["n_prompt_tokens"], figures["n_ctx"], figures["limited_by"]) == (600, 512, "engine")
+    assert figures["usable_generation"] == -88
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>" + SECRET.encode(), b"[" * 100_000, b"[1]", b"\xff", b'"x"'])
+@pytest.mark.parametrize(("status", "reason"), [(400, Reason.ENGINE_REFUSED), (500, Reason.ENGINE_FAILED)])
+def test_an_error_of_any_bytes_is_said_in_other_words(status: int, body: bytes, reason: Reason) -> None:
+    found = explain(status, body)
+    assert found.reason is reason
+    assert "launch" not in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (
+            "Field 'n_predict': type must be number, but is string",
+            "field 'n_predict': type must be number, but is string.",
+        ),
+        (
+            "Field 'max_tokens': Value must be between -1 <= value <= 2147483647, but got -5",
+            "field 'max_tokens': Value must be between -1 <= value <= 2147483647, but got -5.",
+        ),
+        (f"Field 'stop': type must be array, but is {SECRET}", "a field has a value that it does not take."),
+        (f"Field '{SECRET}': type must be array, but is null", "a field has a value that it does not take."),
+        (f"{SECRET} Field 'a': type must be array, but is null", "a field has a value that it does not take."),
+    ],
+)
+def test_a_field_of_another_type_is_named(message: str, says: str) -> None:
+    """llama.cpp's own check quotes names, types and figures; the whole message must be of that form."""
+    found = explain(400, json.dumps({"error": {"message": message}}).encode())
+    assert found.message == f"The inference server refused this request: {says}"
+
+
+# -- whose facts a log tells
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        (["start", "a"], [True]),
+        (["a", "start", "a"], [False, True]),
+        (["start", "a", "b"], [True, False]),
+        (["start", "a", "b", "start", "b"], [True, False, True]),
+        (["start", "a", "start", "b"], [True, True]),
+        (["start", "a", "b", "start", "b", "c"], [True, False, True, False]),
+        (["start", "a", "start", "a"], [True, True]),
+        (["start", "a", "start", "a", "b"], [True, True, True]),
+        (["start", None], [False]),
+        (["child", "start", None], [True]),
+        (["child", "start", None, None], [True, True]),
+        (["start", "a", None], [True, False]),
+        ([None, "start", None], [False, False]),
+    ],
+    ids=str,
+)
+def test_a_logs_facts_are_given_out_for_the_process_whose_own_they_are(
+    steps: list[str | None], told: list[bool]
+) -> None:
+    """A start in the log, and a connection to an instance: each start describes one process, the one that had it."""
+    log = Log()
+    facts, found = BoundFacts(log), []
+    for step in steps:
+        if step == "start":
+            log.write(*STARTED)
+        elif step == "child":
+            log.is_childs = True
+        else:
+            found.append(facts.of(step) is not None)
+    assert found == told
+
+
+def test_facts_that_are_known_are_not_read_again() -> None:
+    """A verbose log quotes clients, who could write a start of their own."""
+    log = Log()
+    log.write(*STARTED)
+    facts = BoundFacts(log)
+    before = facts.of("a")
+    log.write(*UNIFIED)
+    assert facts.of("a") == before
+    assert before is not None
+    assert before.kv_unified is False
+
+
+def test_without_a_log_there_are_no_facts() -> None:
+    assert BoundFacts(None).of("a") is None

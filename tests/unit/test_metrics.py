@@ -94,13 +94,21 @@ def test_what_must_stay_0_is_counted_when_it_does_not() -> None:
     """Drift, whichever way; reuse that was off; and hang-ups beside them."""
     metrics = Metrics()
     metrics.request(RECORD)
-    assert value(metrics, "kvgate_count_drift_total", dialect="openai_chat") is None
-    for usage in (Usage(11, 5), Usage(9, 5)):
-        metrics.request(replace(RECORD, usage=usage))
+    assert value(metrics, "kvgate_count_drift_total", dialect="openai_chat") == 0
+    assert value(metrics, "kvgate_reuse_violations_total", tenant="acme") == 0
+    for drift_tokens in (1, -7):
+        metrics.request(replace(RECORD, count_drift_tokens=drift_tokens))
     metrics.request(replace(RECORD, reuse_violation=True, hung_up=True))
     assert value(metrics, "kvgate_count_drift_total", dialect="openai_chat") == 2
     assert value(metrics, "kvgate_reuse_violations_total", tenant="acme") == 1
     assert value(metrics, "kvgate_hangups_total", tenant="acme") == 1
+
+
+def test_engine_overflows_are_remembered_for_readiness() -> None:
+    metrics = Metrics()
+    metrics.request(RECORD)
+    metrics.request(replace(RECORD, reason="engine_overflow"))
+    assert metrics.overflows == 1
 
 
 def test_an_engine_that_was_replaced_is_counted() -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from kvgate.core.ask import Ask, Size, Usage
 from kvgate.core.reason import Reason, refusal
 from kvgate.core.sse import EventSplitter
-from kvgate.dialects.openai_chat import OUTPUT_FIELDS, SEQUENCE_FIELDS, ChatTap, OpenAiChat
-from kvgate.ports import ReadRequest, Refused
+from kvgate.dialects.openai_chat import OUTPUT_FIELDS, ChatTap, OpenAiChat
+from kvgate.ports import ReadRequest, Refused, Told
+from kvgate.wire.fields import SEQUENCE_FIELDS
 
 DIALECT = OpenAiChat()
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -60,7 +61,6 @@ def capped(sent: bytes, size: Size) -> dict[str, Any]:
         (None, None),
         (-1, None),
         (-1.0, None),
-        (-1.9, None),
         (0, 1),
         (False, 1),
         (0.4, 1),
@@ -80,7 +80,7 @@ def test_what_an_output_limit_means(field: str, value: Any, meaning: int | None)
 
 
 @pytest.mark.parametrize("field", OUTPUT_FIELDS)
-@pytest.mark.parametrize("value", [-2, -2.0, -100, "3", "", [], [4], {}, {"a": 1}])
+@pytest.mark.parametrize("value", [-1.5, -2, -2.0, -100, "3", "", [], [4], {}, {"a": 1}])
 def test_an_output_limit_that_is_none_is_refused(field: str, value: Any) -> None:
     """Under the name the client used, so that it can be found."""
     found = refused(body(**{field: value}))
@@ -253,7 +253,8 @@ def test_a_capped_body_has_one_output_limit_the_judged_one(
     assert [name for name in found if name in OUTPUT_FIELDS] == ["max_tokens"]
     assert found["max_tokens"] == size.output_tokens
     assert "n_cmpl" not in found
-    assert found.get("n", size.sequences) == size.sequences
+    sequences = DIALECT.read(sent).ask.sequences  # of a list of prompts, `size` holds those of several
+    assert found.get("n", sequences) == sequences
     assert ("n" in found) is any(name in document for name in SEQUENCE_FIELDS)
     if document.get("stream"):
         assert found["stream_options"] == {**(document.get("stream_options") or {}), "include_usage": True}
@@ -320,7 +321,31 @@ def test_any_bytes_are_read_or_refused(sent: bytes) -> None:
     ],
 )
 def test_the_usage_of_a_whole_answer(answer: bytes, usage: Usage | None) -> None:
-    assert DIALECT.usage(answer) == usage
+    assert DIALECT.told(DIALECT.read(body()), answer) == (None if usage is None else Told(usage))
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"content": "three more words"}, "three more words"),
+        ({"reasoning_content": "hm. ", "content": "yes"}, "hm. yes"),
+        ({"content": None, "tool_calls": []}, ""),
+        ({"content": ["odd"]}, "['odd']"),
+        (None, ""),
+    ],
+)
+def test_answers_after_the_first_are_in_no_figure(message: Any, text: str) -> None:
+    """llama.cpp tells the first one's output alone; the others' words are given out to be counted."""
+    choices = [{"message": {"content": "told"}}, {"message": message}]
+    answer = {"choices": choices, "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+    found = DIALECT.told(DIALECT.read(body(n=2)), json.dumps(answer).encode())
+    assert found == Told(Usage(3, 2), untold=(text,))
+
+
+@pytest.mark.parametrize("choices", [None, {}, [], [5], [5, 6], "ab"])
+def test_choices_of_another_shape_have_no_words(choices: Any) -> None:
+    answer = {"choices": choices, "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+    assert DIALECT.told(DIALECT.read(body()), json.dumps(answer).encode()) == Told(Usage(3, 2))
 
 
 # -- watching a stream
@@ -344,9 +369,12 @@ USAGE = event(
 DONE = b"data: [DONE]\n\n"
 
 
-def watch(stream: bytes, *, usage_shown: bool, cuts: list[int] | None = None) -> tuple[bytes, ChatTap]:
+def watch(
+    stream: bytes, *, usage_shown: bool, cuts: list[int] | None = None, sequences: int = 1
+) -> tuple[bytes, ChatTap]:
     """What a client sees of a stream that arrives in pieces."""
-    tap = OpenAiChat().tap(DIALECT.read(body(stream=True, stream_options={"include_usage": usage_shown})))
+    options = {"include_usage": usage_shown}
+    tap = OpenAiChat().tap(DIALECT.read(body(stream=True, stream_options=options, n=sequences)))
     splitter, out, at = EventSplitter(), b"", 0
     for cut in [*sorted(cuts or []), len(stream)]:
         out += b"".join(tap.take(one) for one in splitter.feed(stream[at:cut]))
@@ -362,7 +390,7 @@ def test_the_usage_chunk_is_hidden_only_from_those_who_did_not_ask(cuts: list[in
     """Wherever the bytes are cut, also inside a character; the gate sees it either way."""
     out, tap = watch(STREAM, usage_shown=shown, cuts=cuts)
     assert out == (STREAM if shown else STREAM.replace(USAGE, b""))
-    assert tap.usage == Usage(9, 2, 4)
+    assert tap.told == Told(Usage(9, 2, 4))
     assert (tap.ended, tap.failure) == (True, None)
 
 
@@ -375,7 +403,7 @@ def test_a_usage_beside_a_choice_is_read_and_left() -> None:
     """Some engines tell the usage with the last words; those are not ours to keep."""
     chunk = event({"choices": [{"delta": {"content": "x"}}], "usage": {"prompt_tokens": 1, "completion_tokens": 2}})
     out, tap = watch(chunk + DONE, usage_shown=False)
-    assert (out, tap.usage) == (chunk + DONE, Usage(1, 2))
+    assert (out, tap.told) == (chunk + DONE, Told(Usage(1, 2)))
 
 
 def test_an_empty_usage_field_on_every_chunk_hides_nothing() -> None:
@@ -392,25 +420,21 @@ def test_what_the_model_says_is_not_mistaken_for_the_protocol(said: str) -> None
     stream = delta(said) + delta(f"data: {said}\n\n") + DONE
     out, tap = watch(stream, usage_shown=False)
     assert out == stream
-    assert (tap.usage, tap.failure, tap.ended) == (None, None, True)
+    assert (tap.told, tap.failure, tap.ended) == (None, None, True)
 
 
 def test_fields_named_like_the_protocols_inside_a_chunk_pass() -> None:
     chunk = event({"choices": [{"delta": {"usage": 1, "error": "no"}}]})
     out, tap = watch(chunk, usage_shown=False)
-    assert (out, tap.usage, tap.failure) == (chunk, None, None)
+    assert (out, tap.told, tap.failure) == (chunk, None, None)
 
 
-@pytest.mark.parametrize(
-    ("message", "reason"),
-    [("Context size has been exceeded.", Reason.ENGINE_OVERFLOW), ("something else", Reason.ENGINE_FAILED)],
-)
-def test_an_error_event_is_kept_back_and_told(message: str, reason: Reason) -> None:
-    """The relay says it in the dialect's words; what came before it stands."""
-    error = event({"error": {"code": 500, "message": message, "type": "server_error"}})
-    out, tap = watch(delta("x") + error, usage_shown=True)
+@pytest.mark.parametrize("error", [{"code": 500, "message": "Context size has been exceeded."}, {}, "odd"])
+def test_an_error_event_is_kept_back_and_told(error: Any) -> None:
+    """Its data goes to the relay, which says it in the dialect's words; what came before it stands."""
+    out, tap = watch(delta("x") + event({"error": error}), usage_shown=True)
     assert out == delta("x")
-    assert (tap.failure, tap.ended) == (reason, False)
+    assert (json.loads(tap.failure or b""), tap.ended) == ({"error": error}, False)
 
 
 def test_nothing_passes_behind_an_error_event() -> None:
@@ -418,13 +442,53 @@ def test_nothing_passes_behind_an_error_event() -> None:
     error = event({"error": {"message": "x"}})
     out, tap = watch(delta("a") + error + delta("b") + DONE, usage_shown=True)
     assert out == delta("a")
-    assert tap.failure is Reason.ENGINE_FAILED
+    assert (tap.failure, tap.ended, tap.events) == (b'{"error": {"message": "x"}}', False, 1)
 
 
 def test_an_empty_error_field_is_no_error() -> None:
     chunk = event({"choices": [{"delta": {}}], "error": None})
     out, tap = watch(chunk + DONE, usage_shown=True)
     assert (out, tap.failure) == (chunk + DONE, None)
+
+
+def usage_chunk(output: int, **details: int) -> bytes:
+    usage = {"prompt_tokens": 9, "completion_tokens": output, "total_tokens": 9 + output}
+    return event({"choices": [], "id": "a", "usage": {**usage, "prompt_tokens_details": details}, "timings": {}})
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_the_usage_of_several_answers_is_one_chunk_with_their_sum(*, shown: bool) -> None:
+    """llama.cpp sends one an answer, which clients add up wrongly or stumble over; the prompt counts once."""
+    stream = delta("a") + usage_chunk(2, cached_tokens=0) + delta("b") + usage_chunk(5, cached_tokens=0)
+    out, tap = watch(stream + DONE, usage_shown=shown, sequences=2)
+    assert tap.told == Told(Usage(9, 7))
+    assert (tap.ended, tap.events) == (True, 2)
+    events = out.removeprefix(delta("a") + delta("b")).removesuffix(DONE)
+    if not shown:
+        assert events == b""
+        return
+    chunk = json.loads(events.removeprefix(b"data: "))
+    assert (chunk["choices"], chunk["id"]) == ([], "a")
+    assert {**chunk["usage"], "prompt_tokens_details": 0} == {
+        "prompt_tokens": 9,
+        "completion_tokens": 7,
+        "total_tokens": 16,
+        "prompt_tokens_details": 0,
+    }
+
+
+def test_one_usage_chunk_is_shown_as_it_came() -> None:
+    odd = b'data: {"choices": [], "usage": {"prompt_tokens": 9,"completion_tokens":2, "new": 1.50}}\n\n'
+    assert watch(delta("x") + odd + DONE, usage_shown=True)[0] == delta("x") + odd + DONE
+
+
+def test_one_answers_usage_is_not_that_of_all() -> None:
+    """Cut in between, the pieces of output that passed are what is known; at the end, what was told is all."""
+    stream = delta("a") + usage_chunk(2) + delta("b") + delta("c")
+    _, tap = watch(stream, usage_shown=False, sequences=2)
+    assert (tap.told, tap.events, tap.ended) == (None, 3, False)
+    _, tap = watch(stream + DONE, usage_shown=False, sequences=2)
+    assert (tap.told, tap.ended) == (Told(Usage(9, 2)), True)
 
 
 @given(st.binary(max_size=200))
@@ -457,6 +521,8 @@ def test_an_overflow_carries_its_figures() -> None:
                 prompt_tokens=9,
                 asked_tokens=10,
                 sequences_clause="",
+                beside="this prompt",
+                advice="shorten it",
                 usable_generation=7,
             )
         )

@@ -49,15 +49,39 @@ def test_headroom_is_not_grantable() -> None:
     assert replace(POOL, headroom_tokens=24).grantable_tokens == 1000
 
 
-@given(any_pool(), st.integers(0, 9000), st.integers(1, 8), st.integers(0, 20_000))
+def test_the_prompts_of_a_list_are_held_side_by_side() -> None:
+    """Each once where answers share their prompt, else once for each of its answers; and every answer."""
+    size = Size(30, 5, sequences=6, prompts=(30, 20, 10))
+    assert POOL.cells(size) == 2 * (30 + 20 + 10) + 6 * 5
+    assert replace(POOL, prompt_shared=True).cells(size) == (30 + 20 + 10) + 6 * 5
+
+
+def test_without_output_a_request_holds_its_prompts() -> None:
+    """Embeddings generate nothing; a margin is held all the same, since any sequence may take it."""
+    size = Size(30, 0, sequences=2, prompts=(30, 20))
+    assert POOL.cells(size) == 50
+    assert replace(POOL, margin_tokens=8).cells(size) == 66
+
+
+@given(
+    any_pool(),
+    st.lists(st.integers(0, 9000), min_size=1, max_size=6),
+    st.integers(1, 8),
+    st.integers(0, 40_000),
+)
 def test_the_room_for_output_is_the_most_that_fits_and_not_one_token_less(
-    pool: KvPool, prompt_tokens: int, sequences: int, within_tokens: int
+    pool: KvPool, prompts: list[int], answers: int, within_tokens: int
 ) -> None:
-    """`output_room` is the exact inverse of `cells`, for every pool and number of answers."""
-    room = pool.output_room(prompt_tokens, sequences, within_tokens)
-    if room >= 1:
-        assert pool.cells(Size(prompt_tokens, room, sequences)) <= within_tokens
-    assert pool.cells(Size(prompt_tokens, max(room + 1, 1), sequences)) > within_tokens
+    """`output_room` is the exact inverse of `cells`, for every pool, list of prompts and number of answers."""
+    sequences = answers * len(prompts)
+    room = pool.output_room(tuple(prompts), sequences, within_tokens)
+
+    def cells(output_tokens: int) -> int:
+        return pool.cells(Size(max(prompts), output_tokens, sequences, tuple(prompts)))
+
+    if room >= 0:
+        assert cells(room) <= within_tokens
+    assert cells(max(room + 1, 0)) > within_tokens
 
 
 @pytest.mark.parametrize(
@@ -78,8 +102,22 @@ def test_a_pool_that_can_grant_nothing_is_no_pool(figures: dict[str, Any]) -> No
         replace(POOL, **figures)
 
 
-@pytest.mark.parametrize(("prompt", "output", "sequences"), [(-1, 1, 1), (0, 0, 1), (0, 1, 0)])
+@pytest.mark.parametrize(("prompt", "output", "sequences"), [(-1, 1, 1), (0, -1, 1), (0, 1, 0)])
 def test_nothing_is_a_size_that_asks_for_nothing(prompt: int, output: int, sequences: int) -> None:
-    """Every request generates at least one token of at least one answer."""
+    """Every request is at least one sequence, of no negative length."""
     with pytest.raises(ValueError, match="not a size"):
         Size(prompt, output, sequences)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sequences", "prompts"), [(9, 2, (8, 7)), (8, 2, (9, 7)), (9, 3, (9, 7)), (9, 1, (9, 7))]
+)
+def test_the_prompts_of_a_size_are_its_own(prompt: int, sequences: int, prompts: tuple[int, ...]) -> None:
+    """The longest is the one that is told, and each has as many answers as the others."""
+    with pytest.raises(ValueError, match="not those of this size"):
+        Size(prompt, 1, sequences, prompts)
+
+
+def test_one_prompt_is_a_list_of_one() -> None:
+    assert Size(7, 1, 3).distinct == (7,)
+    assert Size(7, 1, 2, (7, 5)).distinct == (7, 5)

@@ -15,8 +15,9 @@ from kvgate.core.ledger import Lease
 from kvgate.core.reason import Reason
 from kvgate.core.reuse import Reuse
 from kvgate.dialects.openai_chat import OpenAiChat
+from kvgate.engines.llamacpp.errors import explain
 from kvgate.gate import Admitted, Receipt
-from kvgate.ports import Head
+from kvgate.ports import Counted, Head, Told
 from kvgate.relay import Relayed, relay
 from tests.unit.doubles import ClientDouble, LineDouble, broken, chat, forever
 
@@ -58,14 +59,15 @@ class Story:
         self.admitted = Admitted(
             verdict=Admit(Size(9, 2), Room(1024, "slot", 9, 1015)),
             request=DIALECT.read(chat(**fields)),
+            counted=Counted((9,), self.line.profile),
             body=b"the judged body",
             line=self.line,
             lease=Lease("x", 11, 1, 0.0),
-            profile=self.line.profile,
             reuse=Reuse.OFF,
             start=lambda: self.told.append("start"),
             answered=lambda: self.told.append("answered"),
             receipt=self.receipt,
+            explain=explain,
         )
 
     async def run(self) -> Relayed:
@@ -98,7 +100,7 @@ async def test_a_whole_answer_goes_on_as_it_came() -> None:
     assert (relayed.status, relayed.failure) == (200, None)
     assert story.client.body == answer
     assert story.client.headers == {"content-type": "application/json; charset=utf-8", **OWN}
-    assert (story.receipt.ended, story.receipt.usage) == (True, Usage(9, 2))
+    assert (story.receipt.ended, story.receipt.told) == (True, Told(Usage(9, 2)))
     assert story.told == ["start", "answered"]
     assert story.line.sent == [
         ("POST", "/v1/chat/completions", {"Content-Type": "application/json"}, b"the judged body")
@@ -112,13 +114,43 @@ async def test_the_engine_has_the_request_before_anything_is_awaited() -> None:
     assert story.told == ["start"]
 
 
-@pytest.mark.parametrize("head", [Head(400, JSON), Head(404, JSON), Head(500, JSON), Head(503, JSON)])
-async def test_an_error_of_the_engine_is_a_whole_answer_too(head: Head) -> None:
-    body = b'{"error":{"message":"no"}}'
-    story = Story(head, [body])
+@pytest.mark.parametrize(
+    ("status", "message", "reason"),
+    [
+        (400, "Failed to parse grammar", Reason.ENGINE_REFUSED),
+        (400, "no", Reason.ENGINE_REFUSED),
+        (422, "no", Reason.ENGINE_REFUSED),
+        (500, "Failed to parse messages", Reason.ENGINE_REFUSED),
+        (500, "no", Reason.ENGINE_FAILED),
+        (501, "no", Reason.ENGINE_CANNOT),
+        (503, "Loading model", Reason.ENGINE_LOADING),
+    ],
+)
+async def test_an_error_of_the_engine_is_said_in_the_dialect(status: int, message: str, reason: Reason) -> None:
+    """Never passed through: it may quote a prompt. It ended, and it cost nothing that is known."""
+    body = json.dumps({"error": {"code": status, "message": f"{message}: the launch code", "type": "x"}}).encode()
+    story = Story(Head(status, JSON), [body[:9], body[9:]])
     relayed = await story.run()
-    assert (relayed.status, story.client.status, story.client.body) == (head.status, head.status, body)
-    assert (story.receipt.ended, story.receipt.usage) == (True, None)
+    assert relayed.failure is not None
+    assert relayed.failure.reason is reason
+    assert relayed.status == story.client.status == reason.status
+    assert (story.error["code"], story.error["reason"]) == (reason.value.code, reason.label)
+    assert "launch code" not in story.client.body.decode() + repr(relayed)
+    headers = {"Content-Type": "application/json", "x-kvgate-reason": reason.label, **OWN}
+    if reason is Reason.ENGINE_LOADING:
+        headers["retry-after"] = "2"
+    assert story.client.headers == headers
+    assert (story.receipt.ended, story.receipt.told) == (True, None)
+
+
+async def test_an_overflow_that_the_engine_finds_carries_its_figures() -> None:
+    """The dialect's own overflow, with the engine's true figures."""
+    error = {"code": 400, "type": "exceed_context_size_error", "n_prompt_tokens": 1030, "n_ctx": 1024, "message": "x"}
+    story = Story(Head(400, JSON), [json.dumps({"error": error}).encode()])
+    await story.run()
+    assert story.client.status == 400
+    assert story.error["code"] == "context_length_exceeded"
+    assert (story.error["n_prompt_tokens"], story.error["n_ctx"]) == (1030, 1024)
 
 
 async def test_an_overflown_pool_is_kvgates_failure_and_says_so() -> None:
@@ -153,7 +185,7 @@ async def test_a_cut_answer_becomes_an_error(head: Head | Exception, pieces: lis
     relayed = await story.run()
     assert relayed.failure is not None
     assert (relayed.status, relayed.failure.reason) == (502, Reason.ENGINE_FAILED)
-    assert story.error["code"] == "engine_failed"
+    assert (story.error["code"], story.client.headers["x-kvgate-reason"]) == ("engine_failed", "engine_failed")
     assert story.client.headers["Content-Type"] == "application/json"
     assert {name: story.client.headers[name] for name in OWN} == OWN
     assert not story.receipt.ended
@@ -177,16 +209,16 @@ async def test_a_stream_goes_on_event_by_event() -> None:
     story = streamed(first[:15], first[15:] + second[:-1], second[-1:], USAGE, DONE, shown=True)
     relayed = await story.run()
     assert (relayed.status, relayed.failure) == (200, None)
-    assert story.client.writes == [first, second, USAGE, DONE]
+    assert story.client.writes == [first, second, USAGE + DONE]
     assert story.client.headers == {"content-type": "text/event-stream", "x-accel-buffering": "no", **OWN}
-    assert (story.receipt.ended, story.receipt.usage) == (True, Usage(9, 2))
+    assert (story.receipt.ended, story.receipt.told) == (True, Told(Usage(9, 2)))
 
 
 async def test_a_usage_nobody_asked_for_is_read_and_hidden() -> None:
     story = streamed(delta("x"), USAGE, DONE)
     await story.run()
     assert story.client.writes == [delta("x"), DONE]
-    assert story.receipt.usage == Usage(9, 2)
+    assert story.receipt.told == Told(Usage(9, 2))
 
 
 async def test_a_comment_is_life_and_passes() -> None:
@@ -255,13 +287,27 @@ async def test_an_error_inside_a_stream_is_told_in_the_dialect(
 async def test_usage_told_before_a_cut_is_kept() -> None:
     story = streamed(delta("x"), USAGE, broken())
     await story.run()
-    assert (story.receipt.ended, story.receipt.usage) == (False, Usage(9, 2))
+    assert (story.receipt.ended, story.receipt.told) == (False, Told(Usage(9, 2)))
+
+
+async def test_output_that_passed_before_a_cut_is_counted() -> None:
+    """Where nothing was told, the pieces of output are what is known; comments and end markers are none."""
+    story = streamed(b": ping\n\n", delta("x"), delta("y"), broken())
+    await story.run()
+    assert (story.receipt.told, story.receipt.events) == (None, 2)
+
+
+async def test_output_that_an_error_event_ends_is_counted_too() -> None:
+    story = streamed(delta("x"), OVERFLOW, delta("y"))
+    await story.run()
+    assert (story.receipt.told, story.receipt.events) == (None, 1)
 
 
 async def test_an_error_status_with_a_streams_type_is_a_whole_answer() -> None:
-    """An error before the stream is an ordinary answer with its status."""
+    """An error before the stream is an ordinary answer, in the dialect's words."""
     story = Story(Head(500, SSE), [b"data: no\n\n"], stream=True)
-    assert (await story.run()).status == 500
+    assert (await story.run()).status == 502
+    assert story.error["reason"] == "engine_failed"
     assert not story.client.begun
 
 
@@ -297,7 +343,7 @@ async def test_a_client_that_left_ends_the_relay() -> None:
     story.client.before_write = gone
     with pytest.raises(ConnectionResetError):
         await story.run()
-    assert (story.receipt.ended, story.receipt.usage, story.line.reads) == (False, Usage(9, 2), 3)
+    assert (story.receipt.ended, story.receipt.told, story.line.reads) == (False, Told(Usage(9, 2)), 3)
 
 
 @pytest.mark.parametrize(
@@ -314,6 +360,7 @@ async def test_a_cancelled_relay_claims_no_end(story: Story) -> None:
         await running
     assert not story.receipt.ended
     assert story.told == ["start", "answered"]
+    assert (story.receipt.told, story.receipt.events) == (None, 1 if story.client.begun else 0)
 
 
 async def test_what_went_wrong_is_said_for_the_operator_and_not_to_the_client() -> None:

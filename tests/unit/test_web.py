@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any, Self
 import pytest
 from aiohttp import web
 
-from kvgate import web as module
 from kvgate.core.ask import Usage
 from kvgate.core.reason import Reason, refusal
-from kvgate.core.tenant import Limits, Tenant
-from kvgate.dialects.openai_chat import OpenAiChat
+from kvgate.core.tenant import Limits, Quota, Tenant
 from kvgate.gate import Gate
 from kvgate.ports import Head
-from kvgate.web import HEADERS, Front, WebSettings
+from kvgate.web import HEADERS, Front, WebSettings, served_routes
+from kvgate.web import server as module
 from tests.unit.doubles import (
     EngineDouble,
     LedgerDouble,
@@ -35,12 +34,12 @@ from tests.unit.doubles import (
     forever,
     profile,
     refused,
+    tenant,
 )
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from kvgate.core.profile import EngineProfile
     from kvgate.ports import RequestRecord
 
 KEY = "sk-alpha-secret-0451"
@@ -114,7 +113,7 @@ class Client:
                 await self.reader.readexactly(2)
             elif (length := answer.get("content-length")) is not None:
                 answer.body = await self.reader.readexactly(int(length))
-            elif answer.status >= 200:
+            elif answer.status >= 200 and answer.status != 204:
                 answer.body = await self.reader.read()
             return answer
 
@@ -175,7 +174,6 @@ class Parts:
         default_factory=lambda: {sha256(KEY): Tenant("alpha"), sha256(OTHER_KEY): Tenant("beta")}
     )
     settings: WebSettings = SETTINGS
-    profile: EngineProfile | None = field(default_factory=profile)
 
 
 @contextlib.asynccontextmanager
@@ -183,13 +181,13 @@ async def listening(parts: Parts | None = None) -> AsyncIterator[Listener]:
     parts = parts or Parts()
     if parts.engine.answer is LineDouble:
         parts.engine.answer = lambda found: LineDouble(found, pieces=[ANSWER])
-    observer, clock, dialect = ObserverDouble(), ManualClock(), OpenAiChat()
+    observer, clock = ObserverDouble(), ManualClock()
     ids = iter(range(1, 1000))
     front = Front(
         Gate(parts.engine, parts.ledger, new_id=lambda: f"lease-{next(ids)}"),
-        TenantsDouble(parts.tenants),
-        dict.fromkeys((CHAT, "/chat/completions"), (dialect, CHAT)),
-        profile=lambda: parts.profile,
+        parts.engine,
+        tenants=TenantsDouble(parts.tenants),
+        routes=served_routes(),
         observer=observer,
         clock=clock,
         settings=parts.settings,
@@ -324,11 +322,21 @@ async def test_requests_in_one_packet_are_answered_in_order(listener: Listener) 
         "http://gate/slots",
         "/",
         "/slots",
-        "/props",
+        "/slots/0?action=save",
+        "/v1/slots",
+        "/v1/props",
+        "/props/",
         "/metrics",
+        "/health",
         "/lora-adapters",
-        "/v1/chat/completions/input_tokens",
-        "/completion",
+        "/models/load",
+        "/tools",
+        "/cors-proxy",
+        "/v1/completion",
+        "/v1/tokenize",
+        "/tokenize/",
+        "/v1/messages/count%5Ftokens",
+        "/v1/audio/transcriptions",
         "/v1/models/",
         "/v1/models/x",
         "/<script>",
@@ -346,16 +354,23 @@ async def test_any_other_spelling_of_a_path_is_refused(listener: Listener, path:
     }
 
 
-@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
-async def test_another_method_is_refused(listener: Listener, method: str) -> None:
-    answer = await listener.ask(CHAT, chat(), method=method)
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "TRACE"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings", "/v1/responses/input_tokens"])
+async def test_another_method_is_refused(listener: Listener, path: str, method: str) -> None:
+    """And the right one is named, in the sentence and where HTTP wants it."""
+    answer = await listener.ask(path, chat(), method=method)
     assert_refused(answer, 405, "method_not_allowed")
+    assert answer.get("allow") == "POST, OPTIONS"
     assert "POST" in answer.error["message"]
-    assert listener.engine.counted == []
+    assert (listener.engine.counted, listener.engine.controlled) == ([], [])
 
 
-async def test_another_method_on_the_models_is_refused(listener: Listener) -> None:
-    assert_refused(await listener.ask("/v1/models", chat()), 405, "method_not_allowed")
+@pytest.mark.parametrize("path", ["/v1/models", "/models", "/props"])
+async def test_what_is_read_cannot_be_written(listener: Listener, path: str) -> None:
+    """`POST /props` changes an engine: it belongs to the operator."""
+    answer = await listener.ask(path, b'{"chat_template": "x"}')
+    assert (answer.status, answer.get("allow")) == (405, "GET, OPTIONS")
+    assert answer.get("x-kvgate-reason") == "method_not_allowed"
 
 
 async def test_a_head_request_is_refused_without_a_body(listener: Listener) -> None:
@@ -363,6 +378,7 @@ async def test_a_head_request_is_refused_without_a_body(listener: Listener) -> N
         client.send(request(method="HEAD"))
         head = await client.reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 405")
+        assert b"\r\nallow: POST, OPTIONS\r\n" in head.lower().replace(b"post, options", b"POST, OPTIONS")
         client.send(request(body=chat()))
         assert (await client.receive()).status == 200
 
@@ -454,7 +470,13 @@ async def test_a_body_in_chunks_is_a_body(listener: Listener) -> None:
 
 @pytest.mark.parametrize(
     ("encoding", "encode"),
-    [("gzip", gzip.compress), ("deflate", zlib.compress), ("identity", bytes), ("GZip", gzip.compress)],
+    [
+        ("gzip", gzip.compress),
+        ("deflate", zlib.compress),
+        ("identity", bytes),
+        ("GZip", gzip.compress),
+        ("x-gzip", gzip.compress),
+    ],
 )
 async def test_a_compressed_body_is_judged_as_what_it_holds(
     listener: Listener, encoding: str, encode: Callable[[bytes], bytes]
@@ -505,6 +527,11 @@ async def test_a_body_of_just_the_limit_is_read(listener: Listener) -> None:
         ("rot13", chat()),
         ("gzip", chat()),
         ("gzip", gzip.compress(chat())[:20] + b"\x00" * 30),
+        ("gzip", gzip.compress(chat())[:-1]),
+        ("gzip", gzip.compress(chat()) + b"x"),
+        ("gzip", gzip.compress(chat())[:-8] + bytes(8)),
+        ("gzip\r\nContent-Encoding: identity", gzip.compress(chat())),
+        ("gzip", b""),
         ("deflate", b"\xff" * 40),
     ],
 )
@@ -612,6 +639,9 @@ NO_HTTP = {
     "no path": f"POST HTTP/1.1\r\nHost: x\r\n{AUTH}\r\n".encode(),
     "a path with a space": f"POST /a b HTTP/1.1\r\nHost: x\r\n{AUTH}\r\n".encode(),
     "a header without a colon": f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n{KEY}\r\n\r\n".encode(),
+}
+
+TOO_LONG = {
     "a long path": f"POST /{KEY}{'a' * 20_000} HTTP/1.1\r\nHost: x\r\n\r\n".encode(),
     "a long header": f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nX: {KEY}{'a' * 20_000}\r\n\r\n".encode(),
     "a long key": f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY * 1000}\r\n\r\n".encode(),
@@ -628,9 +658,19 @@ async def test_what_is_not_http_is_told_so_in_json(listener: Listener, kind: str
     assert (listener.records[0].status, listener.records[0].reason) == (400, "bad_http")
 
 
-async def test_a_request_without_a_version_has_no_key(listener: Listener) -> None:
-    answer = await listener.raw(b"GET /v1/models\r\n\r\n")
-    assert_refused(answer, 401, "invalid_api_key")
+@pytest.mark.parametrize("kind", TOO_LONG)
+async def test_a_head_that_is_too_large_is_told_so(listener: Listener, kind: str) -> None:
+    """431, which clients tell from a bad request; nothing of it is logged or told back."""
+    answer = await listener.raw(TOO_LONG[kind])
+    assert_refused(answer, 431, "head_too_large")
+    assert answer.rest == b""
+    assert (listener.records[0].status, listener.records[0].reason) == (431, "head_too_large")
+
+
+@pytest.mark.parametrize("line", [b"GET /v1/models", b"GET /v1/models HTTP/0.9", b"GET /v1/models HTTP/2.0"])
+async def test_a_version_that_is_not_spoken_is_refused(listener: Listener, line: bytes) -> None:
+    answer = await listener.raw(line + b"\r\n\r\n")
+    assert_refused(answer, 400, "bad_request")
 
 
 @pytest.mark.parametrize("tail", [b"zz\r\n\r\n", b"1\r\n{}\r\n", b"f" * 40 + b"\r\n", b"1\n}\n0\n\n"])
@@ -672,7 +712,8 @@ async def test_each_tenant_sees_its_own_window() -> None:
         sha256(KEY): Tenant("alpha", Limits(context_tokens_max=100)),
         sha256(OTHER_KEY): Tenant("beta", Limits(context_tokens_max=9999), models=frozenset({"other"})),
     }
-    async with listening(Parts(tenants=tenants, profile=profile(1024, models=("small", "other")))) as listener:
+    engine = EngineDouble(now=profile(1024, models=("small", "other")))
+    async with listening(Parts(tenants=tenants, engine=engine)) as listener:
         answer = await listener.ask("/v1/models", method="GET")
         assert [(model["id"], model["context_length"]) for model in json.loads(answer.body)["data"]] == [
             ("small", 100),
@@ -685,10 +726,236 @@ async def test_each_tenant_sees_its_own_window() -> None:
 
 
 async def test_without_an_engine_there_are_no_models() -> None:
-    async with listening(Parts(profile=None)) as listener:
+    async with listening(Parts(engine=EngineDouble(is_known=False))) as listener:
         answer = await listener.ask("/v1/models", method="GET")
         assert_refused(answer, 503, "engine_unreachable")
         assert answer.get("retry-after") == "2"
+        assert (await listener.ask("/props", method="GET")).status == 503
+
+
+PROPS = {
+    "default_generation_settings": {"n_ctx": 1024, "params": {"n_predict": -1}},
+    "total_slots": 4,
+    "model_alias": "small",
+    "model_path": "/srv/models/of-a-customer.gguf",
+    "chat_template": "{{ messages }}",
+    "build_info": "b1",
+    "media_marker": "<one>",
+    "endpoint_slots": True,
+    "what_comes_next_year": 1,
+}
+
+
+async def test_each_tenant_sees_its_own_props() -> None:
+    """Its window, its slots, and of the rest what is on a list: no path, nothing of the process."""
+    tenants = {
+        sha256(KEY): Tenant("alpha", Limits(context_tokens_max=100), Quota(concurrency_max=1)),
+        sha256(OTHER_KEY): Tenant("beta", Limits(context_tokens_max=9999), Quota(concurrency_max=99)),
+    }
+    async with listening(Parts(tenants=tenants, engine=EngineDouble(told_props=PROPS))) as listener:
+        rest = {"model_alias": "small", "chat_template": "{{ messages }}", "build_info": "b1"}
+        for key, n_ctx, slots in ((KEY, 100, 1), (OTHER_KEY, 1024, 4)):
+            answer = await listener.ask("/props", method="GET", headers=f"x-api-key: {key}\r\n")
+            assert answer.status == 200
+            assert json.loads(answer.body) == {
+                "default_generation_settings": {"n_ctx": n_ctx, "params": {"n_predict": -1}},
+                "total_slots": slots,
+                **rest,
+            }
+    assert [(record.dialect, record.path) for record in listener.records] == [("llamacpp_completion", "/props")] * 2
+
+
+async def test_props_tell_nothing_of_another_request() -> None:
+    """Older builds show slot 0 among the default settings, with the last prompt in it."""
+    settings = {"n_ctx": 1024, "prompt": PROMPT, "id_task": 7, "next_token": {"n_decoded": 3}}
+    told = {**PROPS, "default_generation_settings": settings}
+    async with listening(Parts(engine=EngineDouble(told_props=told))) as listener:
+        answer = await listener.ask("/props", method="GET")
+        assert json.loads(answer.body)["default_generation_settings"] == {"n_ctx": 1024}
+
+
+@pytest.mark.parametrize("settings", [None, [], "x", {"n_ctx": "1024"}, {}])
+async def test_props_of_another_shape_are_no_failure_of_ours(settings: Any) -> None:
+    told = {**PROPS, "default_generation_settings": settings, "total_slots": None}
+    async with listening(Parts(engine=EngineDouble(told_props=told))) as listener:
+        answer = await listener.ask("/props", method="GET")
+        assert (answer.status, json.loads(answer.body)["total_slots"]) == (200, None)
+
+
+# -- tokenizer, template, counters
+
+
+@pytest.mark.parametrize(
+    ("path", "engine_path", "dialect"),
+    [
+        ("/v1/chat/completions/input_tokens", "/v1/chat/completions/input_tokens", "openai_chat"),
+        ("/chat/completions/input_tokens", "/chat/completions/input_tokens", "openai_chat"),
+        ("/v1/responses/input_tokens", "/v1/responses/input_tokens", "openai_responses"),
+        ("/v1/messages/count_tokens", "/v1/messages/count_tokens", "anthropic_messages"),
+        ("/tokenize", "/tokenize", "llamacpp_completion"),
+        ("/detokenize", "/detokenize", "llamacpp_completion"),
+        ("/apply-template", "/apply-template", "llamacpp_completion"),
+    ],
+)
+async def test_what_runs_no_inference_is_passed_on(
+    listener: Listener, path: str, engine_path: str, dialect: str
+) -> None:
+    """Body and answer as they came, nothing counted, reserved or opened."""
+    listener.engine.controls[engine_path] = (200, b'{"tokens": [1 ] }')
+    answer = await listener.ask(path, b'\xef\xbb\xbf{ "content": "a",  "n": 1.50 }')
+    assert (answer.status, answer.body) == (200, b'{"tokens": [1 ] }')
+    assert answer.get("content-type") == "application/json"
+    assert listener.engine.controlled == [(engine_path, b'{ "content": "a",  "n": 1.50 }')]
+    assert (listener.engine.counted, listener.engine.lines, listener.ledger.told) == ([], [], [])
+    (record,) = listener.records
+    assert (record.path, record.dialect, record.status, record.tenant) == (path, dialect, 200, "alpha")
+    assert (record.usage, record.verdict, record.reason) == (None, "", "")
+
+
+async def test_what_runs_no_inference_needs_a_key_too(listener: Listener) -> None:
+    answer = await listener.ask("/tokenize", b"{}", headers="")
+    assert (answer.status, answer.get("x-kvgate-reason")) == (401, "missing_key")
+    assert listener.engine.controlled == []
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"a": 1, "a": 2}', b'{"a": NaN}', b"[" * 4000])
+async def test_a_control_body_that_is_no_object_is_not_passed_on(listener: Listener, body: bytes) -> None:
+    answer = await listener.ask("/tokenize", body)
+    assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
+    assert answer.error["reason"] == "malformed"
+    assert listener.engine.controlled == []
+
+
+@pytest.mark.parametrize(
+    ("told", "status", "reason"),
+    [
+        ((400, json.dumps({"error": {"message": PROMPT}}).encode()), 400, "engine_refused"),
+        ((500, PROMPT.encode()), 400, "engine_refused"),
+        ((502, PROMPT.encode()), 502, "engine_failed"),
+        ((501, b""), 501, "engine_cannot"),
+        ((404, b""), 501, "engine_cannot"),
+        ((503, b"{}"), 503, "engine_loading"),
+        (refused(refusal(Reason.ENGINE_UNREACHABLE, retry_after_s=2)), 503, "engine_unreachable"),
+    ],
+)
+async def test_the_engines_error_is_never_passed_on(listener: Listener, told: Any, status: int, reason: str) -> None:
+    """It may quote the prompt: it is said in the dialect's words, here Anthropic's."""
+    listener.engine.controls["/v1/messages/count_tokens"] = told
+    answer = await listener.ask("/v1/messages/count_tokens", chat(PROMPT))
+    assert (answer.status, answer.get("x-kvgate-reason")) == (status, reason)
+    assert json.loads(answer.body)["type"] == "error"
+    assert b"launch" not in answer.body
+    assert listener.records[0].reason == reason
+
+
+# -- every dialect has its own words
+
+
+@pytest.mark.parametrize(
+    ("path", "engine_path", "body"),
+    [
+        ("/v1/messages", "/v1/messages", chat(PROMPT, max_tokens=5)),
+        ("/completions", "/completion", b'{"prompt": "a"}'),
+        ("/completion", "/completion", b'{"prompt": "a"}'),
+        ("/v1/completions", "/v1/completions", b'{"prompt": "a"}'),
+        ("/responses", "/v1/responses", b'{"input": "a"}'),
+        ("/v1/embeddings", "/v1/embeddings", b'{"input": "a"}'),
+        ("/embeddings", "/embedding", b'{"content": "a"}'),
+        ("/infill", "/infill", b'{"input_prefix": "a"}'),
+        ("/reranking", "/v1/rerank", b'{"query": "a", "documents": ["b"]}'),
+    ],
+)
+async def test_every_path_of_inference_goes_through_the_gate(
+    listener: Listener, path: str, engine_path: str, body: bytes
+) -> None:
+    """Counted, reserved, and sent to the path that the allow-list names, with reuse off."""
+    assert (await listener.ask(path, body)).status == 200
+    (line,) = listener.engine.lines
+    assert line.sent[0][1] == engine_path
+    assert json.loads(line.sent[0][3])["cache_prompt"] is False
+    assert len(listener.engine.counted) == 1
+    assert listener.ledger.told[-1] == ("settle ended", "lease-1")
+
+
+async def test_a_refusal_is_in_the_words_of_its_path(listener: Listener) -> None:
+    """Before and after the path is known: Anthropic's envelope there, OpenAI's where nothing is known."""
+    answer = await listener.ask("/v1/messages", chat(), headers="")
+    assert (answer.status, answer.error["type"]) == (401, "authentication_error")
+    assert json.loads(answer.body)["type"] == "error"
+    answer = await listener.ask("/completion", b'{"prompt": 5}')
+    assert (answer.status, answer.error["code"], answer.error["type"]) == (400, 400, "invalid_request_error")
+
+
+# -- browsers
+
+
+ORIGIN = "https://chat.example"
+
+
+def from_origin(origin: str = ORIGIN, headers: str = AUTH) -> str:
+    return f"{headers}Origin: {origin}\r\n"
+
+
+def allowed(answer: Answer) -> str | None:
+    return answer.get("access-control-allow-origin")
+
+
+async def test_no_origin_is_named_unless_the_operator_lists_it(listener: Listener) -> None:
+    """A key in a browser belongs to whoever wrote the page."""
+    for method in ("OPTIONS", "POST"):
+        answer = await listener.ask(body=chat(), method=method, headers=from_origin())
+        assert (answer.status, allowed(answer)) == (204 if method == "OPTIONS" else 200, None)
+        assert not any(name.startswith("access-control") for name, _ in answer.headers)
+
+
+@pytest.mark.parametrize("origins", [{ORIGIN}, {ORIGIN, "http://other"}, {"*"}])
+async def test_a_listed_origin_may_ask_and_read(origins: set[str]) -> None:
+    """On answers of every kind, so that a page can show what went wrong."""
+    engine = EngineDouble()
+    async with listening(Parts(engine, settings=replace(SETTINGS, cors_origins=frozenset(origins)))) as listener:
+        for path, body, headers, status in (
+            (CHAT, chat(), AUTH, 200),
+            (CHAT, b"{", AUTH, 400),
+            (CHAT, chat(), "", 401),
+            ("/nothing", b"", AUTH, 403),
+            ("/tokenize", b"{}", AUTH, 200),
+        ):
+            answer = await listener.ask(path, body, headers=from_origin(headers=headers))
+            assert (answer.status, allowed(answer), answer.get("vary")) == (status, ORIGIN, "Origin")
+            exposed = (answer.get("access-control-expose-headers") or "").split(", ")
+            assert set(exposed) == set(HEADERS)
+            assert answer.get("access-control-allow-credentials") is None
+        assert allowed(await listener.ask("/v1/models", method="GET", headers=from_origin())) == ORIGIN
+        engine.answer = lambda found: LineDouble(found, head=SSE, pieces=[DELTA, DONE])
+        assert allowed(await listener.ask(body=chat(stream=True), headers=from_origin())) == ORIGIN
+        assert allowed(await listener.ask(body=chat())) is None
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", f"{ORIGIN}.evil", "HTTPS://CHAT.EXAMPLE", "*"])
+async def test_another_origin_is_not_named(origin: str) -> None:
+    settings = replace(SETTINGS, cors_origins=frozenset({ORIGIN}))
+    async with listening(Parts(settings=settings)) as listener:
+        for method in ("OPTIONS", "POST"):
+            answer = await listener.ask(body=chat(), method=method, headers=from_origin(origin))
+            assert allowed(answer) is None
+
+
+@pytest.mark.parametrize(("path", "method"), [(CHAT, "POST"), ("/v1/models", "GET"), ("/tokenize", "POST")])
+async def test_a_preflight_needs_no_key(path: str, method: str) -> None:
+    """A browser sends none; what it may send is named, and nothing is run for it."""
+    settings = replace(SETTINGS, cors_origins=frozenset({ORIGIN}))
+    async with listening(Parts(settings=settings)) as listener:
+        answer = await listener.ask(path, method="OPTIONS", headers=from_origin(headers=""))
+        assert (answer.status, answer.body, allowed(answer)) == (204, b"", ORIGIN)
+        assert answer.get("access-control-allow-methods") == answer.get("allow") == f"{method}, OPTIONS"
+        assert {"authorization", "x-api-key", "content-type"} <= set(
+            (answer.get("access-control-allow-headers") or "").split(", ")
+        )
+        assert (listener.engine.counted, listener.engine.controlled) == ([], [])
+        (record,) = listener.records
+        assert (record.status, record.tenant, record.reason) == (204, "-", "")
+        refused_path = await listener.ask("/slots", method="OPTIONS", headers=from_origin(headers=""))
+        assert refused_path.status == 403
 
 
 # -- what goes back
@@ -886,6 +1153,126 @@ async def test_reuse_that_should_not_have_been_is_remembered(listener: Listener)
     assert (record.reuse_violation, record.count_drift_tokens) == (True, 2)
 
 
+async def test_reuse_that_is_seen_closes_what_a_probe_let_in(listener: Listener) -> None:
+    """The engine is told at once, of the profile that the request was judged for."""
+    await listener.ask(body=chat())
+    assert listener.engine.seen_reusing == []
+    usage = {"prompt_tokens": 10, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 9}}
+    listener.engine.answer = lambda found: LineDouble(found, pieces=[json.dumps({"usage": usage}).encode()])
+    await listener.ask(body=chat())
+    assert listener.engine.seen_reusing == [listener.engine.now]
+
+
+def several(*texts: str) -> bytes:
+    """A whole answer with a choice for each text; the usage is that of the first."""
+    choices = [{"message": {"content": text}} for text in texts]
+    return json.dumps({"choices": choices, "usage": {"prompt_tokens": 10, "completion_tokens": 2}}).encode()
+
+
+async def test_output_that_the_engine_told_nothing_of_is_counted_afterwards(listener: Listener) -> None:
+    """The client does not wait for it; the record does, with all that was generated in it."""
+    go = asyncio.Event()
+
+    async def wait() -> None:
+        await go.wait()
+
+    listener.engine.now, listener.engine.text_counts = profile(1024, 3), [wait]
+    listener.engine.answer = lambda found: LineDouble(found, pieces=[several("a b", "three more words", "x")])
+    answer = await listener.ask(body=chat(n=3))
+    assert (answer.status, listener.records, listener.front.in_flight) == (200, [], 0)
+    assert listener.ledger.told[-1] == ("settle ended", "lease-1")
+    go.set()
+    await until(lambda: listener.records != [])
+    (record,) = listener.records
+    assert (record.usage, record.count_drift_tokens, record.sequences) == (Usage(10, 2 + 3 + 1), 0, 3)
+    assert listener.engine.texts == ["three more words", "x"]
+    assert "more words" not in repr(record)
+
+
+async def test_output_that_cannot_be_counted_is_recorded_without_it(
+    listener: Listener, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener.engine.text_counts = [refused(refusal(Reason.ENGINE_UNREACHABLE, retry_after_s=2))]
+    listener.engine.answer = lambda found: LineDouble(found, pieces=[several("a", PROMPT)])
+    await listener.ask(body=chat(n=2), headers=f"{AUTH}x-request-id: r1\r\n")
+    await until(lambda: listener.records != [])
+    assert listener.records[0].usage == Usage(10, 2)
+    (found,) = [record for record in caplog.records if record.name == "kvgate.web"]
+    assert (vars(found)["request_id"], vars(found)["reason"]) == ("r1", "engine_unreachable")
+
+
+async def test_an_answer_that_was_cut_is_charged_for_what_passed() -> None:
+    """Its whole prompt, and each piece of output that the engine had made."""
+    engine = EngineDouble(answer=lambda found: LineDouble(found, head=SSE, pieces=[DELTA, DELTA, forever]))
+    async with listening(Parts(engine)) as listener:
+        async with Client(listener.port) as client:
+            client.send(request(body=chat(stream=True)))
+            for _ in range(2):
+                assert await client.reader.readuntil(DELTA)
+        await until(lambda: listener.records != [])
+        (record,) = listener.records
+        assert (record.hung_up, record.usage, record.count_drift_tokens) == (True, Usage(10, 2), 0)
+
+
+@pytest.mark.parametrize(
+    ("told", "usage", "drift"),
+    [(60, Usage(60, 2), 0), (61, Usage(61, 2), 1), (59, Usage(59, 2), -1)],
+)
+async def test_a_list_of_prompts_is_recorded_as_their_sum(told: int, usage: Usage, drift: int) -> None:
+    """Embeddings tell the sum of all; a drift is told from the sum of what was counted."""
+    answer = json.dumps({"usage": {"prompt_tokens": told, "completion_tokens": 2}}).encode()
+    engine = EngineDouble(prompts=(10, 30, 20), answer=lambda found: LineDouble(found, pieces=[answer]))
+    async with listening(Parts(engine)) as listener:
+        found = await listener.ask("/v1/embeddings", b'{"input": ["a", "b", "c"]}')
+        assert found.get("x-kvgate-prompt-tokens") == "30"
+        (record,) = listener.records
+        assert (record.usage, record.count_drift_tokens, record.prompt_tokens) == (usage, drift, 30)
+
+
+async def test_prompts_that_the_engine_told_nothing_of_are_added() -> None:
+    """Of a list, llama.cpp's whole answer tells of the first prompt only."""
+    answer = json.dumps({"choices": [], "usage": {"prompt_tokens": 10, "completion_tokens": 2}}).encode()
+    engine = EngineDouble(prompts=(10, 30, 20), answer=lambda found: LineDouble(found, pieces=[answer]))
+    async with listening(Parts(engine)) as listener:
+        await listener.ask("/v1/completions", b'{"prompt": ["a", "b", "c"]}')
+        (record,) = listener.records
+        assert (record.usage, record.count_drift_tokens) == (Usage(60, 2), 0)
+
+
+@pytest.mark.parametrize(("told", "drift"), [(30, 0), (9, 0), (31, 1)])
+async def test_a_bound_is_named_one_and_may_be_above_the_truth(told: int, drift: int) -> None:
+    """`x-kvgate-count: bound`; only what it fails to bound is a drift."""
+    answer = json.dumps({"tokens_evaluated": told, "tokens_predicted": 2, "content": ""}).encode()
+    engine = EngineDouble(30, exact=False, answer=lambda found: LineDouble(found, pieces=[answer]))
+    async with listening(Parts(engine)) as listener:
+        found = await listener.ask("/infill", b'{"input_prefix": "a"}')
+        assert (found.get("x-kvgate-count"), found.get("x-kvgate-prompt-tokens-max")) == ("bound", "30")
+        assert found.get("x-kvgate-prompt-tokens") is None
+        (record,) = listener.records
+        assert (record.usage, record.count_drift_tokens) == (Usage(told, 2), drift)
+
+
+async def test_a_clamp_is_recorded_with_its_reason() -> None:
+    tenants = {sha256(KEY): tenant("alpha", clamp=True)}
+    async with listening(Parts(EngineDouble(1000), tenants=tenants)) as listener:
+        answer = await listener.ask(body=chat(max_tokens=500))
+        assert (answer.status, answer.get("x-kvgate-reason")) == (200, "generation_overflow")
+        (record,) = listener.records
+        assert (record.verdict, record.reason, record.output_limit) == ("clamp", "generation_overflow", 24)
+
+
+async def test_an_error_of_the_engine_is_remembered_by_its_reason(listener: Listener) -> None:
+    body = json.dumps({"error": {"message": f"Failed to parse grammar {PROMPT}"}}).encode()
+    head = Head(400, (("content-type", "application/json"),))
+    listener.engine.answer = lambda found: LineDouble(found, head=head, pieces=[body])
+    answer = await listener.ask(body=chat())
+    assert_refused(answer, 400, "engine_refused")
+    assert answer.get("x-kvgate-verdict") == "admit"
+    (record,) = listener.records
+    assert (record.status, record.reason, record.verdict, record.usage) == (400, "engine_refused", "admit", None)
+    assert listener.ledger.told[-1] == ("settle ended", "lease-1")
+
+
 async def test_a_failure_of_the_engine_is_remembered(listener: Listener) -> None:
     listener.engine.answer = lambda found: LineDouble(found, head=SSE, pieces=[DELTA])
     answer = await listener.ask(body=chat(stream=True))
@@ -920,8 +1307,50 @@ async def test_a_draining_gate_refuses_what_is_new_and_finishes_what_runs() -> N
             await idle
 
 
+@pytest.mark.parametrize("stage", ["count", "queue", "open", "head", "whole"])
+async def test_a_request_that_is_cut_by_a_gate_that_goes_down_is_told_so(stage: str) -> None:
+    """After the grace period, wherever it is: 503, come back; what it held is settled."""
+    engine = EngineDouble(counts=[forever] if stage == "count" else [], opens=[forever] if stage == "open" else [])
+    ledger = LedgerDouble(replies=[forever] if stage == "queue" else [])
+    if stage == "head":
+        engine.answer = _Silent
+    elif stage == "whole":
+        engine.answer = lambda found: LineDouble(found, pieces=[b"{", forever])
+    async with listening(Parts(engine=engine, ledger=ledger)) as listener:
+        running = asyncio.create_task(listener.ask(body=chat()))
+        await until(lambda: listener.front.in_flight == 1)
+        await asyncio.sleep(0.05)
+        listener.front.draining = True
+        listener.front.cut()
+        answer = await running
+        assert_refused(answer, 503, "gate_draining")
+        assert answer.get("retry-after") == "5"
+        assert ledger.settled == ["lease-1"]
+        assert ledger.told[-1][0] == "settle"
+        (record,) = listener.records
+        assert (record.status, record.reason, record.hung_up) == (503, "gate_draining", False)
+        async with asyncio.timeout(5):
+            await listener.front.idle()
+
+
+async def test_a_stream_that_is_cut_by_a_gate_that_goes_down_ends_in_an_error() -> None:
+    """In its dialect, with its end marker: the client can tell it from a whole answer, and from a lost line."""
+    async with listening() as listener:
+        listener.engine.answer = lambda found: LineDouble(found, head=SSE, pieces=[DELTA, forever])
+        running = asyncio.create_task(listener.ask(body=chat(stream=True)))
+        await until(lambda: listener.engine.lines != [] and listener.engine.lines[0].reads == 2)
+        listener.front.cut()
+        answer = await running
+        first, error, done, rest = answer.body.split(b"\n\n")
+        assert (first + b"\n\n", done, rest) == (DELTA, b"data: [DONE]", b"")
+        assert json.loads(error.removeprefix(b"data: "))["error"]["reason"] == "gate_draining"
+        assert listener.ledger.told[-1] == ("settle", "lease-1")
+        (record,) = listener.records
+        assert (record.status, record.reason, record.usage) == (200, "gate_draining", Usage(10, 1))
+
+
 async def test_a_gate_that_goes_down_cuts_what_does_not_end() -> None:
-    """After the grace period: the client sees a cut, the engine is told, the lease drains."""
+    """Where even that does not help: the client sees a cut, the engine is told, the lease drains."""
     async with listening() as listener:
         listener.engine.answer = lambda found: LineDouble(found, head=SSE, pieces=[DELTA, forever])
         client = await Client(listener.port).__aenter__()

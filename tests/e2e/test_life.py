@@ -1,0 +1,194 @@
+"""A gate on an ordinary bad day: engines that crash, hang and come back, a stop with work in flight, a bad file."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+
+from tests.e2e.ask import chat, post
+
+if TYPE_CHECKING:
+    from kvgate.lab.engine_process import EngineProcess
+    from tests.e2e.conftest import RunningGate, StartEngine, StartGate
+
+pytestmark = pytest.mark.engine
+
+LONG = chat("Tell a story.", max_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(start_engine: StartEngine) -> EngineProcess:
+    return start_engine("-c", "1024", "-np", "2", "--no-kv-unified", "-lv", "4")
+
+
+async def _running(gate: RunningGate, number: int) -> None:
+    deadline = time.monotonic() + 30
+    while (await asyncio.to_thread(gate.status))["ledger"]["running"] < number:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+async def test_an_identical_restart_keeps_what_the_log_tells(engine: EngineProcess, start_gate: StartGate) -> None:
+    """A log that was begun anew by the same command has the same length, and is another one all the same."""
+    gate = start_gate(engine.url, flags=["--engine-log", str(engine.log_path)])
+    for _ in range(2):
+        engine.kill()
+        engine._log_begun = False  # as a shell's `>` would
+        engine.start()
+        assert (await post(gate.url, chat(max_tokens=1))).status == 200
+        profile = gate.status()["engine"]["profile"]
+        assert (profile["topology"], profile["pool_tokens"]["value"]) == ({"value": "divided", "source": "log"}, 1024)
+
+
+async def test_nobody_waits_for_an_engine_that_is_gone(engine: EngineProcess, start_gate: StartGate) -> None:
+    """A crash ends what runs with an error and turns away at once who queues; what comes back serves."""
+    gate = start_gate(engine.url, flags=["--engine-log", str(engine.log_path)])
+    running = [asyncio.create_task(post(gate.url, body)) for body in (LONG, {**LONG, "stream": True})]
+    await _running(gate, 2)
+    queued = asyncio.create_task(post(gate.url, LONG))
+    await asyncio.sleep(0.2)
+    engine.kill()
+    begun = time.monotonic()
+    whole, stream = await asyncio.gather(*running)
+    assert (whole.status, whole.error["code"]) == (502, "engine_failed")
+    assert stream.status == 200
+    assert stream.events[-2]["error"]["code"] == "engine_failed"
+    assert stream.events[-1] == "[DONE]"
+    turned_away = await queued
+    assert (turned_away.status, turned_away.error["code"]) == (503, "engine_unreachable")
+    assert time.monotonic() - begun < 8
+    assert "Connect call failed" in gate.log_lines("the engine does not serve")[-1]["cause"]
+    engine.start()
+    assert (await post(gate.url, chat(max_tokens=1))).status == 200
+    assert gate.wait_until_empty(10)["ledger"]["drains_overdue"] == 0
+
+
+async def test_an_engine_that_hangs_is_noticed(engine: EngineProcess, start_gate: StartGate) -> None:
+    """A stopped process still accepts connections: readiness and requests say what it is within seconds."""
+    gate = start_gate(engine.url)
+    assert engine.pid is not None
+    os.kill(engine.pid, signal.SIGSTOP)
+    try:
+        begun = time.monotonic()
+        answer = await post(gate.url, chat(max_tokens=1))
+        assert (answer.status, answer.error["code"]) == (503, "engine_unreachable")
+        assert time.monotonic() - begun < 15
+        assert gate.ready()["ready"] is False
+    finally:
+        os.kill(engine.pid, signal.SIGCONT)
+    deadline = time.monotonic() + 15
+    while not gate.ready()["ready"]:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+
+
+async def test_a_stop_lets_streams_finish(engine: EngineProcess, start_gate: StartGate) -> None:
+    """SIGTERM: what runs goes on to its end, what is new is sent elsewhere, and the exit status is 0."""
+    gate = start_gate(engine.url)
+    running = asyncio.create_task(post(gate.url, {**LONG, "stream": True, "max_tokens": 60}))
+    await _running(gate, 1)
+    async with aiohttp.ClientSession() as session:
+        # A connection that is open already: the listener itself closes at once.
+        async with session.get(f"{gate.url}/v1/models", headers={"x-api-key": "sk-demo"}) as answer:
+            assert answer.status == 200
+        gate.process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.3)
+        assert gate.ready()["problems"] == ["this gate is shutting down"]
+        headers = {"x-api-key": "sk-demo"}
+        async with session.post(f"{gate.url}/v1/chat/completions", json=chat(), headers=headers) as answer:
+            assert (answer.status, answer.headers["x-kvgate-reason"]) == (503, "gate_draining")
+            assert "retry-after" in answer.headers
+    assert (await running).events[-1] == "[DONE]"
+    assert await asyncio.to_thread(gate.process.wait, 20) == 0
+
+
+async def test_a_stop_that_must_cut_says_so(engine: EngineProcess, start_gate: StartGate) -> None:
+    """At the end of the grace period every request gets an error of its own, streamed or not; nobody blames it."""
+    gate = start_gate(engine.url, config='[http]\nstop_grace_s = 1\n[engine]\nkv_topology = "divided"\n')
+    running = [asyncio.create_task(post(gate.url, body)) for body in (LONG, {**LONG, "stream": True})]
+    await _running(gate, 2)
+    await asyncio.sleep(1)
+    gate.process.send_signal(signal.SIGTERM)
+    whole, stream = await asyncio.gather(*running)
+    assert (whole.status, whole.error["code"]) == (503, "gate_draining")
+    assert stream.events[-2]["error"]["code"] == "gate_draining"
+    assert stream.events[-1] == "[DONE]"
+    assert await asyncio.to_thread(gate.process.wait, 20) == 0
+    lines = gate.log_lines("request")[-2:]
+    assert [(line["reason"], line.get("hung_up")) for line in lines] == [("gate_draining", None)] * 2
+
+
+async def test_a_second_signal_ends_it_now(engine: EngineProcess, start_gate: StartGate) -> None:
+    """Who presses Ctrl-C twice means it."""
+    gate = start_gate(engine.url, config="[http]\nstop_grace_s = 60\n")
+    running = asyncio.create_task(post(gate.url, LONG))
+    await _running(gate, 1)
+    gate.process.send_signal(signal.SIGINT)
+    await asyncio.sleep(0.3)
+    gate.process.send_signal(signal.SIGINT)
+    assert await asyncio.to_thread(gate.process.wait, 10) == 0
+    assert (await running).status == 503
+
+
+async def test_two_gates_with_one_store_do_not_guard_one_engine(engine: EngineProcess, start_gate: StartGate) -> None:
+    """Each would have a ledger of its own and promise the same KV: the second refuses to start, and says why."""
+    gate = start_gate(engine.url)
+    command = [sys.executable, "-m", "kvgate", "serve", "--config", "kvgate.toml", "--tenants", "tenants.toml"]
+    command += ["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", "--upstream", engine.url]
+    second = await asyncio.to_thread(
+        lambda: subprocess.run(
+            command, cwd=gate.log_path.parent, capture_output=True, text=True, timeout=60, check=False
+        )
+    )
+    assert second.returncode == 2
+    assert "another gate" in second.stderr
+    assert gate.stop() == 0
+    third = subprocess.Popen(  # noqa: ASYNC220 - returns at once
+        command, cwd=gate.log_path.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        assert third.stderr is not None
+        lines: list[Any] = []
+        while not any(b'"listening"' in line for line in lines):
+            line = await asyncio.to_thread(third.stderr.readline)
+            assert line, lines
+            lines.append(line)
+    finally:
+        third.terminate()
+        third.communicate(timeout=30)
+
+
+async def test_a_bad_tenants_file_is_visible_and_changes_nothing(
+    engine: EngineProcess, start_gate: StartGate
+) -> None:
+    """A typo in the file leaves the last one in force, and readiness warns until it is mended; keys come and go."""
+    gate = start_gate(engine.url)
+    file = gate.log_path.parent / "tenants.toml"
+    good = file.read_text()
+
+    async def until(expected: bool, text: str) -> None:
+        deadline = time.monotonic() + 5
+        while any(text in warning for warning in gate.ready()["warnings"]) is not expected:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+
+    file.write_text(good.replace("keys_sha256", "keys_sha265"))
+    await until(True, "did you mean keys_sha256")
+    assert (await post(gate.url, chat(max_tokens=1))).status == 200
+    file.write_text(good.replace(hashlib.sha256(b"sk-demo").hexdigest(), hashlib.sha256(b"sk-new").hexdigest()))
+    await until(False, "keys_sha256")
+    deadline = time.monotonic() + 2
+    while (await post(gate.url, chat(max_tokens=1))).status != 401:
+        assert time.monotonic() < deadline
+    assert (await post(gate.url, chat(max_tokens=1), key="sk-new")).status == 200
+    file.write_text("")
+    await until(True, "no tenant has a key")
