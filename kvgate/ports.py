@@ -108,6 +108,14 @@ class Dialect(Protocol):
     def controls(self) -> tuple[str, ...]:
         """Paths beside it that run no inference: counters, the tokenizer, the template."""
 
+    @property
+    def output_fields(self) -> tuple[str, ...]:
+        """The names of the output limit, the winner first; none where nothing is generated."""
+
+    @property
+    def canonical_field(self) -> str:
+        """The one name under which the limit is sent on; empty where nothing is generated."""
+
     def read(self, body: bytes) -> ReadRequest:
         """Judge a body.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 from kvgate.core.ledger import Ledger
@@ -16,7 +15,6 @@ from kvgate.wire import fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from types import ModuleType
 
 
 def reference() -> str:
@@ -103,9 +101,9 @@ def _output_limits() -> Iterator[str]:
         route.dialect.name: route.dialect for route in served_routes().values() if isinstance(route, Inference)
     }
     for name, dialect in sorted(dialects.items()):
-        module = sys.modules[type(dialect).__module__]
-        names = ", ".join(f"`{field}`" for field in getattr(module, "OUTPUT_FIELDS", ()))
-        yield f"| `{name}` | {names or 'generates nothing'} | {_sent_as(module)} |"
+        names = ", ".join(f"`{field}`" for field in dialect.output_fields)
+        sent = f"`{dialect.canonical_field}`" if dialect.canonical_field else ""
+        yield f"| `{name}` | {names or 'generates nothing'} | {sent} |"
     yield "\n| value | meaning |\n|---|---|"
     yield "| missing, `null`, `-1` | no limit of its own: the tenant's `output_tokens_default`, or what fits of it |"
     yield "| `0` | one token, as llama.cpp does |"
@@ -118,11 +116,6 @@ def _output_limits() -> Iterator[str]:
         "\nThe engine always gets one positive limit; the other names are removed. llama.cpp alone would let "
         "`n_predict: -1` beat\n`max_tokens: 4` and answer without limit; here a name without a limit beats nothing."
     )
-
-
-def _sent_as(module: ModuleType) -> str:
-    field = getattr(module, "CANONICAL_FIELD", None)
-    return "" if field is None else f"`{field}`"
 
 
 def _sample_profile() -> EngineProfile:

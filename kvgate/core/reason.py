@@ -81,6 +81,14 @@ class Reason(Enum):
         "{problem}",
         "The request is not valid HTTP, or its body broke off.",
     )
+    HTTP_VERSION = Row(
+        "http_version",
+        505,
+        "http_version_not_supported",
+        _INVALID,
+        "This server speaks HTTP/1.1 and HTTP/1.0.",
+        "Another version on the request line.",
+    )
     HEAD_TOO_LARGE = Row(
         "head_too_large",
         431,

@@ -33,6 +33,8 @@ class AnthropicMessages:
     name = "anthropic_messages"
     paths = ("/v1/messages",)
     controls: tuple[str, ...] = ("/v1/messages/count_tokens",)
+    output_fields = OUTPUT_FIELDS
+    canonical_field = CANONICAL_FIELD
 
     def read(self, body: bytes) -> ReadRequest:
         """Judge a request.

@@ -1,50 +1,13 @@
-"""llama.cpp's own embedding API."""
+"""llama.cpp's own embedding API; it tells no usage."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from kvgate.ports import ReadRequest, Told
-from kvgate.wire import answers, envelopes, fields
-
-if TYPE_CHECKING:
-    from kvgate.core.ask import Size
-    from kvgate.core.json_object import Edit
-    from kvgate.core.reason import Refusal
+from kvgate.wire.families import Embeddings, LlamaCppErrors
 
 
-class LlamaCppEmbedding:
+class LlamaCppEmbedding(Embeddings, LlamaCppErrors):
     """The dialect of `/embedding`; implements `ports.Dialect`."""
 
     name = "llamacpp_embedding"
     paths = ("/embedding", "/embeddings")
     controls: tuple[str, ...] = ()
-
-    def read(self, body: bytes) -> ReadRequest:
-        """Judge an embedding request.
-
-        Raises:
-            Refused: MALFORMED, with the field to blame.
-        """
-        document = fields.document_of(body)
-        return ReadRequest(fields.embedding_ask(document), document, usage_shown=True)
-
-    def cap(self, request: ReadRequest, size: Size) -> Edit:
-        """Only the prompts that were judged are sent: a second name for them goes."""
-        return fields.embedding_edit(request.document)
-
-    def told(self, request: ReadRequest, body: bytes) -> Told | None:
-        """This API tells no usage."""
-        return None
-
-    def tap(self, request: ReadRequest) -> answers.NoStream:
-        """Embeddings do not stream."""
-        return answers.NoStream()
-
-    def refuse(self, refusal: Refusal) -> bytes:
-        """llama.cpp's error envelope."""
-        return envelopes.llamacpp_error(refusal)
-
-    def refuse_in_stream(self, refusal: Refusal) -> bytes:
-        """Never sent."""
-        return envelopes.llamacpp_refusal_event(refusal)

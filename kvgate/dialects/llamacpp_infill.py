@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvgate.core.ask import Ask, Prompt
-from kvgate.core.json_object import Edit
+from kvgate.core.ask import Prompt
 from kvgate.ports import ReadRequest
-from kvgate.wire import answers, envelopes, fields
+from kvgate.wire import fields
+from kvgate.wire.families import LlamaCppText
 
 if TYPE_CHECKING:
-    from kvgate.core.ask import Size
     from kvgate.core.json_object import JsonObject
-    from kvgate.core.reason import Refusal
-    from kvgate.ports import Told
-
-OUTPUT_FIELDS: Final = fields.LLAMACPP_LIMITS
-CANONICAL_FIELD: Final = "n_predict"
 
 FRAME_TOKENS: Final = 16
 """More than llama.cpp adds around the parts: BOS, prefix, suffix, middle, repository and separator tokens."""
@@ -25,7 +19,7 @@ FILE_FRAME_TOKENS: Final = 24
 """More than it adds around one extra file, also where the model has no token for it and it writes a text line."""
 
 
-class LlamaCppInfill:
+class LlamaCppInfill(LlamaCppText):
     """The dialect of `/infill`; implements `ports.Dialect`."""
 
     name = "llamacpp_infill"
@@ -41,38 +35,15 @@ class LlamaCppInfill:
         document = fields.document_of(body)
         pieces = [fields.string(document, field) for field in ("input_prefix", "input_suffix", "prompt")]
         files = _files(document)
-        ask = Ask(
-            model=fields.model_of(document),
-            output_tokens=fields.output_limit(document, OUTPUT_FIELDS),
-            sequences=fields.sequences_of(document),
-            stream=fields.boolean(document, "stream"),
-            prompts=(Prompt((*pieces, *files), FRAME_TOKENS + FILE_FRAME_TOKENS * len(files)),),
+        prompt = Prompt((*pieces, *files), FRAME_TOKENS + FILE_FRAME_TOKENS * len(files))
+        ask = fields.generating_ask(
+            document,
+            limits=self.output_fields,
+            prompts=(prompt,),
             prompt_field="input_prefix",
-            limit_field="n_predict",
+            limit_field=self.canonical_field,
         )
         return ReadRequest(ask, document, usage_shown=True)
-
-    def cap(self, request: ReadRequest, size: Size) -> Edit:
-        """The output limit and the number of answers under one name each; no answer without its figures."""
-        put = fields.capped(request.document, CANONICAL_FIELD, size.output_tokens, request.ask.sequences)
-        put |= fields.figures_kept(request.document)
-        return Edit(put, frozenset(OUTPUT_FIELDS + fields.SEQUENCE_FIELDS))
-
-    def told(self, request: ReadRequest, body: bytes) -> Told | None:
-        """The sum over the answers."""
-        return answers.llamacpp_told(request, body)
-
-    def tap(self, request: ReadRequest) -> answers.LlamaCppTap:
-        """A watcher that waits for the last event of every answer."""
-        return answers.LlamaCppTap(request)
-
-    def refuse(self, refusal: Refusal) -> bytes:
-        """llama.cpp's error envelope."""
-        return envelopes.llamacpp_error(refusal)
-
-    def refuse_in_stream(self, refusal: Refusal) -> bytes:
-        """An error event, as llama.cpp itself sends one."""
-        return envelopes.llamacpp_refusal_event(refusal)
 
 
 def _files(document: JsonObject) -> list[str]:

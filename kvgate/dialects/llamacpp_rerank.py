@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvgate.core.ask import Ask, Prompt
+from kvgate.core.ask import Prompt
 from kvgate.core.json_object import Edit
-from kvgate.ports import ReadRequest, Told
-from kvgate.wire import answers, envelopes, fields
+from kvgate.ports import ReadRequest
+from kvgate.wire import fields
+from kvgate.wire.families import LlamaCppErrors, WithoutOutput
 
 if TYPE_CHECKING:
     from kvgate.core.ask import Size
-    from kvgate.core.reason import Refusal
 
 FRAME_TOKENS: Final = 256
 """A bound for what surrounds query and document: separators, or the instruction of a model's rerank template."""
 
 
-class LlamaCppRerank:
+class LlamaCppRerank(WithoutOutput, LlamaCppErrors):
     """The dialect of `/rerank`; implements `ports.Dialect`."""
 
     name = "llamacpp_rerank"
     paths = ("/v1/rerank", "/rerank", "/reranking", "/v1/reranking")
     controls: tuple[str, ...] = ()
+    output_fields: tuple[str, ...] = ()
+    canonical_field = ""
 
     def read(self, body: bytes) -> ReadRequest:
         """Judge a rerank request: each document is a sequence of its own, with the query before it.
@@ -40,33 +42,9 @@ class LlamaCppRerank:
             raise fields.malformed(f"'{field}' must be a list of strings, and not empty", field)
         if len(texts) > fields.PROMPTS_MAX:
             raise fields.malformed(f"'{field}' may hold at most {fields.PROMPTS_MAX} texts; please split it", field)
-        ask = Ask(
-            model=fields.model_of(document),
-            output_tokens=0,
-            sequences=1,
-            stream=False,
-            prompts=tuple(Prompt((query, text), FRAME_TOKENS) for text in texts),
-            prompt_field="documents",
-        )
+        ask = fields.silent_ask(document, tuple(Prompt((query, text), FRAME_TOKENS) for text in texts), field)
         return ReadRequest(ask, document, usage_shown=True)
 
     def cap(self, request: ReadRequest, size: Size) -> Edit:
         """Only the documents that were judged are sent."""
         return Edit({}, frozenset({"texts"} if "documents" in request.document else ()))
-
-    def told(self, request: ReadRequest, body: bytes) -> Told | None:
-        """The `usage` of the answer: the sum over all documents."""
-        usage = answers.openai_usage(answers.parsed(body))
-        return None if usage is None else Told(usage, prompts=len(request.ask.prompts))
-
-    def tap(self, request: ReadRequest) -> answers.NoStream:
-        """Reranking does not stream."""
-        return answers.NoStream()
-
-    def refuse(self, refusal: Refusal) -> bytes:
-        """llama.cpp's error envelope."""
-        return envelopes.llamacpp_error(refusal)
-
-    def refuse_in_stream(self, refusal: Refusal) -> bytes:
-        """Never sent."""
-        return envelopes.llamacpp_refusal_event(refusal)

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from kvgate.core.ask import Ask
 from kvgate.core.json_object import Edit, read_object
 from kvgate.core.sse import event_data
 from kvgate.ports import ReadRequest, Told
-from kvgate.wire import answers, envelopes, fields
+from kvgate.wire import answers, fields
+from kvgate.wire.families import OpenAiErrors
 
 if TYPE_CHECKING:
     from kvgate.core.ask import Size
-    from kvgate.core.reason import Refusal
 
 OUTPUT_FIELDS: Final = fields.LLAMACPP_LIMITS
 CANONICAL_FIELD: Final = "max_tokens"
 
 
-class OpenAiChat:
+class OpenAiChat(OpenAiErrors):
     """The dialect of `/v1/chat/completions`; implements `ports.Dialect`."""
 
     name = "openai_chat"
     paths = ("/v1/chat/completions", "/chat/completions")
     controls: tuple[str, ...] = ("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens")
+    output_fields = OUTPUT_FIELDS
+    canonical_field = CANONICAL_FIELD
 
     def read(self, body: bytes) -> ReadRequest:
         """Judge a chat request.
@@ -33,12 +34,7 @@ class OpenAiChat:
         """
         document = fields.document_of(body)
         fields.messages_of(document)
-        ask = Ask(
-            model=fields.model_of(document),
-            output_tokens=fields.output_limit(document, OUTPUT_FIELDS),
-            sequences=fields.sequences_of(document),
-            stream=fields.boolean(document, "stream"),
-        )
+        ask = fields.generating_ask(document, limits=OUTPUT_FIELDS)
         return ReadRequest(ask, document, usage_shown=fields.usage_shown(document))
 
     def cap(self, request: ReadRequest, size: Size) -> Edit:
@@ -59,14 +55,6 @@ class OpenAiChat:
     def tap(self, request: ReadRequest) -> ChatTap:
         """A watcher that hides the usage chunk where the client did not ask for one."""
         return ChatTap(usage_shown=request.usage_shown, sequences=request.ask.sequences)
-
-    def refuse(self, refusal: Refusal) -> bytes:
-        """OpenAI's error envelope."""
-        return envelopes.openai_error(refusal)
-
-    def refuse_in_stream(self, refusal: Refusal) -> bytes:
-        """An error event, then the end marker."""
-        return envelopes.openai_refusal_event(refusal)
 
 
 class ChatTap(answers.EventTap):

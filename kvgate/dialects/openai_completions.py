@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvgate.core.ask import Ask, Usage
+from kvgate.core.ask import Usage
 from kvgate.core.json_object import Edit
 from kvgate.core.sse import event_data
 from kvgate.ports import ReadRequest, Told
-from kvgate.wire import answers, envelopes, fields
+from kvgate.wire import answers, fields
+from kvgate.wire.families import OpenAiErrors
 
 if TYPE_CHECKING:
     from kvgate.core.ask import Size
-    from kvgate.core.reason import Refusal
 
 OUTPUT_FIELDS: Final = fields.LLAMACPP_LIMITS
 CANONICAL_FIELD: Final = "max_tokens"
 
 
-class OpenAiCompletions:
+class OpenAiCompletions(OpenAiErrors):
     """The dialect of `/v1/completions`; implements `ports.Dialect`."""
 
     name = "openai_completions"
     paths = ("/v1/completions",)
     controls: tuple[str, ...] = ()
+    output_fields = OUTPUT_FIELDS
+    canonical_field = CANONICAL_FIELD
 
     def read(self, body: bytes) -> ReadRequest:
         """Judge a completion request.
@@ -32,11 +34,9 @@ class OpenAiCompletions:
             Refused: MALFORMED, with the field to blame.
         """
         document = fields.document_of(body)
-        ask = Ask(
-            model=fields.model_of(document),
-            output_tokens=fields.output_limit(document, OUTPUT_FIELDS),
-            sequences=fields.sequences_of(document),
-            stream=fields.boolean(document, "stream"),
+        ask = fields.generating_ask(
+            document,
+            limits=OUTPUT_FIELDS,
             prompts=fields.prompts_of("prompt", document.get("prompt")),
             prompt_field="prompt",
         )
@@ -58,14 +58,6 @@ class OpenAiCompletions:
     def tap(self, request: ReadRequest) -> CompletionsTap:
         """A watcher that adds up what the choices cost."""
         return CompletionsTap(prompts=len(request.ask.prompts), sequences=request.ask.sequences)
-
-    def refuse(self, refusal: Refusal) -> bytes:
-        """OpenAI's error envelope."""
-        return envelopes.openai_error(refusal)
-
-    def refuse_in_stream(self, refusal: Refusal) -> bytes:
-        """An error event, then the end marker."""
-        return envelopes.openai_refusal_event(refusal)
 
 
 class CompletionsTap(answers.EventTap):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from kvgate.core.ask import Ask
 from kvgate.core.json_object import Edit
 from kvgate.core.sse import event_data
 from kvgate.ports import ReadRequest, Told
@@ -29,6 +28,8 @@ class OpenAiResponses:
     name = "openai_responses"
     paths = ("/v1/responses", "/responses")
     controls: tuple[str, ...] = ("/v1/responses/input_tokens",)
+    output_fields = OUTPUT_FIELDS
+    canonical_field = CANONICAL_FIELD
 
     def read(self, body: bytes) -> ReadRequest:
         """Judge a request.
@@ -47,14 +48,7 @@ class OpenAiResponses:
         for field in ("previous_response_id", "conversation"):
             if document.get(field) is not None:
                 raise fields.malformed(f"'{field}' is not supported: send the whole conversation", field)
-        ask = Ask(
-            model=fields.model_of(document),
-            output_tokens=fields.output_limit(document, OUTPUT_FIELDS),
-            sequences=fields.sequences_of(document),
-            stream=fields.boolean(document, "stream"),
-            prompt_field="input",
-            limit_field="max_output_tokens",
-        )
+        ask = fields.generating_ask(document, limits=OUTPUT_FIELDS, prompt_field="input", limit_field=CANONICAL_FIELD)
         return ReadRequest(ask, document, usage_shown=True)
 
     def cap(self, request: ReadRequest, size: Size) -> Edit:

@@ -206,7 +206,7 @@ class Front:
 
     async def _answer(self, request: web.BaseRequest, exchange: Exchange) -> web.StreamResponse:
         if request.version not in HTTP_VERSIONS:
-            raise Refused(refusal(Reason.BAD_HTTP, problem="This server speaks HTTP/1.1 and HTTP/1.0."))
+            raise Refused(refusal(Reason.HTTP_VERSION))
         path = request.raw_path.partition("?")[0]
         route = self._routes.get(path)  # 1
         if route is None:

@@ -31,6 +31,12 @@ def openai_usage(answer: Any) -> Usage | None:
     return usage_from(usage.get("prompt_tokens"), usage.get("completion_tokens", 0), cached or 0)
 
 
+def told_of_all(request: ReadRequest, body: bytes) -> Told | None:
+    """The `usage` of an answer that covers all prompts of its request."""
+    usage = openai_usage(parsed(body))
+    return None if usage is None else Told(usage, prompts=len(request.ask.prompts))
+
+
 def other_choices(answer: Any) -> list[dict[str, Any]]:
     """The choices after the first: llama.cpp tells what the first one cost, and nothing of these."""
     choices = answer.get("choices") if isinstance(answer, dict) else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvgate.core.ask import Ask, Prompt
 from kvgate.core.json_object import Edit, MalformedJson, read_object
 from kvgate.core.reason import Reason, refusal
-from kvgate.ports import Refused
+from kvgate.ports import ReadRequest, Refused
 
 if TYPE_CHECKING:
     from kvgate.core.json_object import JsonObject
@@ -139,18 +139,36 @@ def prompts_of(field: str, value: Any) -> tuple[Prompt, ...]:
     return tuple(_prompt(field, at, element) for at, element in enumerate(value))
 
 
-def embedding_ask(document: JsonObject) -> Ask:
-    """What an embedding request wants: prompts and no output. llama.cpp reads `content` where there is no `input`."""
-    field = "input" if "input" in document or "content" not in document else "content"
-    prompts = prompts_of(field, document.get(field))
+def generating_ask(
+    document: JsonObject,
+    *,
+    limits: tuple[str, ...],
+    prompts: tuple[Prompt, ...] = (),
+    prompt_field: str = "messages",
+    limit_field: str = "max_tokens",
+) -> Ask:
+    """What a request wants that generates text, by the fields that every such API has."""
     return Ask(
         model=model_of(document),
-        output_tokens=0,
-        sequences=1,
-        stream=False,
+        output_tokens=output_limit(document, limits),
+        sequences=sequences_of(document),
+        stream=boolean(document, "stream"),
         prompts=prompts,
-        prompt_field=field,
+        prompt_field=prompt_field,
+        limit_field=limit_field,
     )
+
+
+def silent_ask(document: JsonObject, prompts: tuple[Prompt, ...], prompt_field: str) -> Ask:
+    """What a request wants that generates nothing."""
+    return Ask(model_of(document), 0, 1, stream=False, prompts=prompts, prompt_field=prompt_field)
+
+
+def embedding_request(document: JsonObject) -> ReadRequest:
+    """An embedding request: prompts and no output. llama.cpp reads `content` where there is no `input`."""
+    field = "input" if "input" in document or "content" not in document else "content"
+    ask = silent_ask(document, prompts_of(field, document.get(field)), field)
+    return ReadRequest(ask, document, usage_shown=True)
 
 
 def embedding_edit(document: JsonObject) -> Edit:

@@ -670,7 +670,7 @@ async def test_a_head_that_is_too_large_is_told_so(listener: Listener, kind: str
 @pytest.mark.parametrize("line", [b"GET /v1/models", b"GET /v1/models HTTP/0.9", b"GET /v1/models HTTP/2.0"])
 async def test_a_version_that_is_not_spoken_is_refused(listener: Listener, line: bytes) -> None:
     answer = await listener.raw(line + b"\r\n\r\n")
-    assert_refused(answer, 400, "bad_request")
+    assert_refused(answer, 505, "http_version_not_supported")
 
 
 @pytest.mark.parametrize("tail", [b"zz\r\n\r\n", b"1\r\n{}\r\n", b"f" * 40 + b"\r\n", b"1\n}\n0\n\n"])
