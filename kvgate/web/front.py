@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -17,6 +18,7 @@ from kvgate.ports import Refused
 from kvgate.relay import relay
 from kvgate.web.headers import HEADERS, rejected_headers, verdict_headers
 from kvgate.web.intake import keys, mint_id, read_body, request_id
+from kvgate.web.own import models, props
 from kvgate.web.record import Exchange
 from kvgate.web.routes import Control, Inference, Own
 from kvgate.web.server import ClientStuck, Server, TenantSide
@@ -39,12 +41,6 @@ HTTP_VERSIONS: Final = frozenset({HttpVersion10, HttpVersion11})
 
 HOUSE_DIALECT: Final = "openai_chat"
 """In whose words errors are told where no path names another."""
-
-PROPS_SHOWN: Final = (
-    "model_alias", "model_ftype", "modalities", "chat_template", "chat_template_caps", "bos_token", "eos_token",
-    "build_info", "is_sleeping",
-)  # fmt: skip
-"""What of the engine's `/props` a tenant sees: no paths, nothing of other slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +174,10 @@ class Front:
             exchange.hung_up = True
             exchange.detail = str(error) if isinstance(error, ClientStuck) else ""
             raise
-        except Exception:
-            log.exception("kvgate failed on a request", extra={"request_id": exchange.request_id})
+        except Exception as error:  # noqa: BLE001 - the last guard: a defect is a 500 in JSON, whatever it is
+            log.error(  # noqa: TRY400 - the exception's own words may quote the request
+                "kvgate failed on a request", extra={"request_id": exchange.request_id, **_where(error)}
+            )
             if request.writer.output_size > 0:  # the answer has begun: another head inside it would be read as body
                 exchange.refusal = refusal(Reason.INTERNAL)
                 raise ConnectionError from None
@@ -341,33 +339,7 @@ class Front:
         return headers
 
 
-def window(n_ctx_slot: int, tenant: Tenant) -> int:
-    """How much context a tenant has in one request, in tokens."""
-    own = tenant.limits.context_tokens_max
-    return n_ctx_slot if own is None else min(own, n_ctx_slot)
-
-
-def models(profile: EngineProfile, tenant: Tenant) -> dict[str, Any]:
-    """The engine's models, with the window that this tenant has in them, so that clients compact in time."""
-    tokens = window(profile.n_ctx_slot.value, tenant)
-    shown = {"context_length": tokens, "max_model_len": tokens, "meta": {"n_ctx": tokens}}
-    data = [
-        {"id": name, "object": "model", "owned_by": profile.kind, "created": 0, **shown}
-        for name in profile.models
-        if tenant.models is None or name in tenant.models
-    ]
-    return {"object": "list", "data": data}
-
-
-def props(engine: dict[str, Any], tenant: Tenant) -> dict[str, Any]:
-    """The engine's `/props` as this tenant sees it: its own window, its own number of slots."""
-    given = engine.get("default_generation_settings")
-    # Builds that show slot 0 among the default settings show its last prompt with it.
-    settings = {name: given[name] for name in ("params", "n_ctx") if name in given} if isinstance(given, dict) else {}
-    slots = engine.get("total_slots")
-    if isinstance(n_ctx := settings.get("n_ctx"), int):
-        settings["n_ctx"] = window(n_ctx, tenant)
-    if isinstance(slots, int) and tenant.quota.concurrency_max is not None:
-        slots = min(slots, tenant.quota.concurrency_max)
-    shown: dict[str, Any] = {name: engine[name] for name in PROPS_SHOWN if name in engine}
-    return {"default_generation_settings": settings, "total_slots": slots, **shown}
+def _where(error: Exception) -> dict[str, Any]:
+    """What failed and where, without the exception's own words, which may quote a request."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return {"error": type(error).__name__, "where": [f"{f.filename}:{f.lineno} {f.name}" for f in frames]}

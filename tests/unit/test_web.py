@@ -20,6 +20,7 @@ from kvgate.core.ask import Usage
 from kvgate.core.reason import Reason, refusal
 from kvgate.core.tenant import Limits, Quota, Tenant
 from kvgate.gate import Gate
+from kvgate.log import JsonLines
 from kvgate.ports import Head
 from kvgate.web import HEADERS, Front, WebSettings, served_routes
 from kvgate.web import server as module
@@ -1014,10 +1015,10 @@ async def test_a_request_id_of_another_shape_is_replaced(listener: Listener, giv
 async def test_a_defect_of_ours_is_500_in_json_and_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """With the request's id and a traceback, and nothing of the request."""
+    """With the request's id and where it failed, and nothing of the request: an exception may quote it."""
 
     async def fail() -> None:
-        raise ZeroDivisionError
+        raise KeyError(PROMPT)
 
     async with listening(Parts(engine=EngineDouble(counts=[fail]))) as listener:
         answer = await listener.ask(body=chat(PROMPT), headers=f"{AUTH}x-request-id: r1\r\n")
@@ -1025,7 +1026,10 @@ async def test_a_defect_of_ours_is_500_in_json_and_logged(
         assert (listener.records[0].status, listener.records[0].reason) == (500, "internal")
     (found,) = [record for record in caplog.records if record.name == "kvgate.web"]
     assert vars(found)["request_id"] == "r1"
-    assert found.exc_info is not None
+    assert vars(found)["error"] == "KeyError"
+    assert vars(found)["where"][-1].endswith(" fail")
+    assert found.exc_info is None
+    assert PROMPT not in JsonLines().format(found)
 
 
 async def test_a_defect_of_ours_in_a_stream_cuts_it(listener: Listener) -> None:
