@@ -121,7 +121,7 @@ class Gate:
         """
         try:
             request = call.dialect.read(call.body)
-            _check_model(request, call.tenant)
+            _check_model(request.ask.model, call.tenant)
         except Refused as refused:
             yield Rejected(refused.refusal)
             return
@@ -153,6 +153,8 @@ class Gate:
         tenant, engine = call.tenant, self._engine
         try:
             counted = await engine.count(call.dialect.name, request, call.body)
+            if request.ask.model is None:  # then the engine's own is meant
+                _check_model(next(iter(counted.profile.models), ""), tenant)
             pool = engine.pool(counted.profile)
             verdict = decide(request.ask, counted.prompts, pool, tenant)
             if isinstance(verdict, Reject):
@@ -220,9 +222,8 @@ class _Held:
     receipt: Receipt = field(default_factory=Receipt)
 
 
-def _check_model(request: ReadRequest, tenant: Tenant) -> None:
-    model = request.ask.model
-    if tenant.models is not None and model not in tenant.models:
+def _check_model(model: str | None, tenant: Tenant) -> None:
+    if tenant.models is not None and model is not None and model not in tenant.models:
         models = ", ".join(sorted(tenant.models))
         raise Refused(refusal(Reason.MODEL_FORBIDDEN, param="model", models=models))
 

@@ -88,6 +88,7 @@ def _paths() -> Iterator[str]:
         "The allow-list. A path is served only as it is spelled here; all others are refused, whatever the engine "
         "would make\nof them. `OPTIONS` answers preflights (`http.cors_origins`).\n"
     )
+    yield "`GET /v1/models/ID` answers for one model.\n"
     yield "| path | dialect | what happens |\n|---|---|---|"
     for path, route in sorted(served_routes().items()):
         what = _WHAT[type(route)]

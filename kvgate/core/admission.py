@@ -141,6 +141,8 @@ def _too_many(ask: Ask, sequences: int, most: int) -> Refusal:
 
 def _overflow(reason: Reason, ask: Ask, found: Room, output_tokens_min: int, held: tuple[int, ...]) -> Refusal:
     asked, listed = ask.output_tokens or 0, len(held) > 1
+    room_left = max(found.usable_generation, 0)
+    leaves = f", which leaves {room_left} for the answer where at least {output_tokens_min} must fit"
     together = f"the {len(held)} longest prompts of your list, which run side by side, have {sum(held)} tokens"
     return refusal(
         reason,
@@ -161,9 +163,10 @@ def _overflow(reason: Reason, ask: Ask, found: Room, output_tokens_min: int, hel
         limited_by_clause=_CLAUSES[found.limited_by],
         prompt_tokens=found.prompt_tokens,
         prompt_clause=together if listed else f"your prompt has {found.prompt_tokens} tokens",
+        leaves_clause=leaves if ask.generates else "",
         beside="each prompt of this list" if listed else "this prompt",
         advice="split the list" if listed else f"shorten the {ask.prompt_field.replace('_', ' ')}",
-        usable_generation=max(found.usable_generation, 0),
+        usable_generation=room_left,
         output_tokens_min=output_tokens_min,
         asked_tokens=asked,
         requested_tokens=found.prompt_tokens + asked,

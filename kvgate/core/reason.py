@@ -41,9 +41,8 @@ class Reason(Enum):
         "prompt_overflow",
         400,
         *_OVERFLOW,
-        "This model's maximum context length is {limit_tokens} tokens{limited_by_clause}. However, {prompt_clause}, "
-        "which leaves {usable_generation} for the answer where at least "
-        "{output_tokens_min} must fit. Please {advice}.",
+        "This model's maximum context length is {limit_tokens} tokens{limited_by_clause}. However, {prompt_clause}"
+        "{leaves_clause}. Please {advice}.",
         "The prompt leaves less room than `output_tokens_min`. Shorten the conversation, or raise the limit "
         "that the message names.",
     )
@@ -62,7 +61,8 @@ class Reason(Enum):
         "too_many_sequences",
         _INVALID,
         "This request runs {sequences} sequences at once; at most {sequences_max} can run here. Please split it.",
-        "`n`, or a list of prompts, is above the engine's slots or the tenant's `concurrency_max`.",
+        "`n` is above the engine's slots or the tenant's `concurrency_max`; a list of prompts counts as many as run "
+        "at once, at most the slots, and its other prompts take their turns in them.",
     )
     MALFORMED = Row(
         "malformed",
@@ -118,7 +118,8 @@ class Reason(Enum):
         403,
         "path_not_served",
         "permission_error",
-        "kvgate does not serve this path to tenants. Served: {served}.",
+        "kvgate does not serve this path to tenants. It serves the APIs of OpenAI, Anthropic and llama.cpp at the "
+        "paths that its reference lists, spelled exactly so.",
         "The path is not on the allow-list, or is not spelled canonically (encoded characters, `//`, `..`).",
     )
     MODEL_FORBIDDEN = Row(
@@ -128,6 +129,14 @@ class Reason(Enum):
         "permission_error",
         "This key may not use that model. It may use: {models}.",
         "The tenant's `models` does not list it.",
+    )
+    MODEL_NOT_FOUND = Row(
+        "model_not_found",
+        404,
+        "model_not_found",
+        _INVALID,
+        "There is no such model here for this key; GET /v1/models lists those that there are.",
+        "`GET /v1/models/ID` with an ID that the engine does not serve, or the tenant may not use.",
     )
     METHOD_NOT_ALLOWED = Row(
         "method_not_allowed",

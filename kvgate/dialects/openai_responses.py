@@ -48,6 +48,10 @@ class OpenAiResponses:
         for field in ("previous_response_id", "conversation"):
             if document.get(field) is not None:
                 raise fields.malformed(f"'{field}' is not supported: send the whole conversation", field)
+        if document.get("prompt") is not None:
+            raise fields.malformed("'prompt' is not supported: there are no stored templates here", "prompt")
+        if fields.boolean(document, "background"):
+            raise fields.malformed("'background' is not supported: the answer comes on this connection", "background")
         ask = fields.generating_ask(document, limits=OUTPUT_FIELDS, prompt_field="input", limit_field=CANONICAL_FIELD)
         return ReadRequest(ask, document, usage_shown=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import re
 import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -38,6 +39,10 @@ log = logging.getLogger("kvgate.web")
 SERVER: Final = "kvgate"
 
 HTTP_VERSIONS: Final = frozenset({HttpVersion10, HttpVersion11})
+
+HEADER_NAMES: Final = re.compile(r"[A-Za-z0-9, -]{1,1000}")
+
+MODEL_PREFIX: Final = "/v1/models/"
 
 HOUSE_DIALECT: Final = "openai_chat"
 """In whose words errors are told where no path names another."""
@@ -207,7 +212,11 @@ class Front:
             raise Refused(refusal(Reason.HTTP_VERSION))
         path = request.raw_path.partition("?")[0]
         route = self._routes.get(path)  # 1
+        if route is None and path.startswith(MODEL_PREFIX) and path != MODEL_PREFIX and request.method == "GET":
+            return self._model(request, exchange, path.removeprefix(MODEL_PREFIX))
         if route is None:
+            parent = self._routes.get("/".join(path.split("/")[:3]))
+            exchange.dialect = exchange.dialect if parent is None else parent.dialect
             raise Refused(refusal(Reason.PATH_FORBIDDEN, served=self._served))
         exchange.dialect, exchange.path = route.dialect, path
         if request.method == "OPTIONS":
@@ -287,7 +296,10 @@ class Front:
         headers = self._headers(request, exchange)
         if "access-control-allow-origin" in headers:
             headers["access-control-allow-methods"] = f"{route.method}, OPTIONS"
-            headers["access-control-allow-headers"] = "authorization, content-type, x-api-key, x-request-id"
+            # SDKs in browsers send headers of their own; none of a client's headers reaches the engine anyway.
+            asked = request.headers.get("Access-Control-Request-Headers", "")
+            allowed = asked if HEADER_NAMES.fullmatch(asked) else "authorization, content-type, x-api-key"
+            headers["access-control-allow-headers"] = allowed
             headers["access-control-max-age"] = "600"
         headers["allow"] = f"{route.method}, OPTIONS"
         return web.Response(status=204, headers=headers)
@@ -302,6 +314,17 @@ class Front:
         exchange.status = 200
         headers = self._headers(request, exchange)
         return web.json_response(body, headers=headers)
+
+    def _model(self, request: web.BaseRequest, exchange: Exchange, name: str) -> web.StreamResponse:
+        exchange.path = MODEL_PREFIX
+        tenant, profile = self._authenticated(request, exchange), self._engine.profile
+        if profile is None:
+            raise Refused(refusal(Reason.ENGINE_UNREACHABLE, retry_after_s=2))
+        found = next((one for one in models(profile, tenant)["data"] if one["id"] == name), None)
+        if found is None:
+            raise Refused(refusal(Reason.MODEL_NOT_FOUND, param="model"))
+        exchange.status = 200
+        return web.json_response(found, headers=self._headers(request, exchange))
 
     async def _control(
         self, request: web.BaseRequest, exchange: Exchange, route: Control, body: bytes

@@ -17,8 +17,8 @@ PROPS_SHOWN: Final = (
 
 def window(n_ctx_slot: int, tenant: Tenant) -> int:
     """How much context a tenant has in one request, in tokens."""
-    own = tenant.limits.context_tokens_max
-    return n_ctx_slot if own is None else min(own, n_ctx_slot)
+    bounds = (n_ctx_slot, tenant.limits.context_tokens_max, tenant.quota.kv_tokens_max)
+    return min(bound for bound in bounds if bound is not None)
 
 
 def models(profile: EngineProfile, tenant: Tenant) -> dict[str, Any]:

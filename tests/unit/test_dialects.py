@@ -372,7 +372,7 @@ _FIELDS: Final[dict[str, Any]] = {
     "sequences": 3, "sequences_max": 2, "problem": "it is wrong", "served": "POST /x", "models": "m",
     "timeout_s": 3.0, "waiting": 4, "queue_timeout_s": 5.0, "n_ctx_slot": 512, "context_tokens_min": 1024,
     "allowed": "POST", "body_bytes_max": 9, "advice": "shorten it", "beside": "this prompt",
-    "prompt_clause": "your prompt has 900 tokens",
+    "prompt_clause": "your prompt has 900 tokens", "leaves_clause": ", which leaves 124",
 }  # fmt: skip
 
 
@@ -408,6 +408,7 @@ def check_error(family: str, error: dict[str, Any], refused: Refusal) -> None:
                 assert {"n_prompt_tokens", "n_ctx"} <= set(error)
         case "anthropic":
             types = {401: "authentication_error", 403: "permission_error", 413: "request_too_large"}
+            types |= {404: "not_found_error"}
             types |= {400: "invalid_request_error", 429: "rate_limit_error", 503: "overloaded_error"}
             other = "api_error" if row.status >= 500 else "invalid_request_error"
             assert error["type"] == types.get(row.status, other)

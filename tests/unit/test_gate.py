@@ -165,13 +165,22 @@ async def test_a_malformed_body_is_not_even_counted() -> None:
 
 @pytest.mark.parametrize("model", [None, "large"])
 async def test_a_model_that_is_not_the_tenants_is_refused(model: str | None) -> None:
-    """Also where none is named: which one it would be is for the engine to say, not for the tenant to have."""
+    """Also where none is named: then the engine's own is meant. A named one is refused before anything is counted."""
     engine = EngineDouble()
-    found = await admit(engine, LedgerDouble(), call(chat(model=model), Tenant("acme", models=frozenset({"small"}))))
+    found = await admit(engine, LedgerDouble(), call(chat(model=model), Tenant("acme", models=frozenset({"medium"}))))
     assert isinstance(found, Rejected)
     assert (found.refusal.reason, found.refusal.param) == (Reason.MODEL_FORBIDDEN, "model")
-    assert "small" in found.refusal.message
-    assert engine.counted == []
+    assert "medium" in found.refusal.message
+    assert (engine.counted == []) is (model is not None)
+
+
+@pytest.mark.parametrize("model", [None, "small"])
+async def test_the_engines_own_model_need_not_be_named(model: str | None) -> None:
+    """llama.cpp's clients never name one."""
+    found = await admit(
+        EngineDouble(), LedgerDouble(), call(chat(model=model), Tenant("acme", models=frozenset({"small"})))
+    )
+    assert isinstance(found, Admitted)
 
 
 # -- every refusal of the world

@@ -44,8 +44,12 @@ REUSE_FIELDS: Final = frozenset({"cache_prompt", "n_cache_reuse", "id_slot", "sl
 """Fields that ask for, key or pin prefix reuse; never taken from a client."""
 
 
-COUNTS_AT_ONCE = 8
-"""Counter calls in flight; more wait, so that a flood of large bodies does not take all of the engine's threads."""
+COUNTS_AT_ONCE = 2
+"""Calls to counters and tokenizer in flight; more wait.
+
+llama-server has a few HTTP threads (slots + 4), and each open connection keeps one: beside these stand one line for
+each slot, one for health and one for looks at the slots. One too many waits until another has been idle for 2 s.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,7 @@ def _exceeded(error: dict[str, Any]) -> Refusal:
         limit_tokens=limit,
         limited_by_clause="",
         prompt_clause=f"your prompt has {prompt} tokens",
+        leaves_clause="",
         advice="shorten it",
         usable_generation=0,
         output_tokens_min=1,
