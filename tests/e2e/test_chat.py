@@ -173,13 +173,17 @@ async def test_the_openai_sdk_works_unchanged(engine: EngineProcess, gate: Runni
     """Not streamed, streamed with and without usage, tools; and the overflow exception carries its code."""
     async with openai.AsyncOpenAI(base_url=f"{gate.url}/v1", api_key="sk-demo", max_retries=0) as client:
         plain = await client.chat.completions.create(
-            model="any", messages=[{"role": "user", "content": "Say hello."}], max_tokens=5
+            model="any", messages=[{"role": "user", "content": "Say hello."}], max_tokens=5, temperature=0
         )
         assert plain.choices[0].message.content
         assert plain.usage is not None
         assert plain.usage.completion_tokens <= 5
         stream = await client.chat.completions.create(
-            model="any", messages=[{"role": "user", "content": "Say hello."}], max_tokens=5, stream=True
+            model="any",
+            messages=[{"role": "user", "content": "Say hello."}],
+            max_tokens=5,
+            temperature=0,
+            stream=True,
         )
         chunks = [chunk async for chunk in stream]
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
@@ -188,6 +192,7 @@ async def test_the_openai_sdk_works_unchanged(engine: EngineProcess, gate: Runni
             model="any",
             messages=[{"role": "user", "content": "Say hello."}],
             max_tokens=5,
+            temperature=0,
             stream=True,
             stream_options={"include_usage": True},
         )

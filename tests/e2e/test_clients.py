@@ -73,7 +73,8 @@ def llm(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("streaming", [(), ("--no-stream",)], ids=["stream", "no-stream"])
 def test_llm_works_unchanged(gate: RunningGate, llm_home: Path, name: str, streaming: tuple[str, ...]) -> None:
     """Chat and text completion, streamed and not; its own log shows the usage that the gate counted."""
-    ran = llm(llm_home, "-m", name, "-o", "max_tokens", "6", *streaming, "Say hello, 🦜.")
+    options = ("-o", "max_tokens", "6", "-o", "temperature", "0")
+    ran = llm(llm_home, "-m", name, *options, *streaming, "Say hello, 🦜.")
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout.strip()
     logged = json.loads(llm(llm_home, "logs", "--json").stdout)
