@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvgate.core.reason import Reason, Refusal, refusal
 from kvgate.core.sse import EventSplitter, EventTooLarge
 from kvgate.ports import LineFailed
+from kvgate.upstream import whole_body
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -91,16 +92,10 @@ async def _stream(admitted: Admitted, dialect: Dialect, client: Client, headers:
 async def _whole(
     admitted: Admitted, dialect: Dialect, head: Head, client: Client, headers: Mapping[str, str]
 ) -> Relayed:
-    parts, total = [], 0
     try:
-        while data := await admitted.line.read():
-            total += len(data)
-            if total > ANSWER_BYTES_MAX:
-                return await _refuse(Reason.ENGINE_FAILED, dialect, client, headers, "the answer is too large")
-            parts.append(data)
+        body = await whole_body(admitted.line, ANSWER_BYTES_MAX)
     except LineFailed as failed:
         return await _refuse(Reason.ENGINE_FAILED, dialect, client, headers, f"in mid-answer: {failed}")
-    body = b"".join(parts)
     admitted.receipt.ended = True
     if head.status >= 400:
         failure = admitted.explain(head.status, body)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     from kvgate.core.profile import EngineProfile
-    from kvgate.ports import Clock
+    from kvgate.ports import Clock, Line
 
 BUFFER_BYTES_MAX = 256 * 1024
 """Body bytes held for a reader that is behind; beyond it the engine's socket is not read."""
@@ -345,3 +345,18 @@ class Upstream:
         for connection in list(self._open):
             connection.close()
         await asyncio.sleep(0)
+
+
+async def whole_body(line: Line, bytes_max: int) -> bytes:
+    """All of an answer's body, held until its proper end.
+
+    Raises:
+        LineFailed: it broke off, or is over `bytes_max`.
+    """
+    parts, total = [], 0
+    while data := await line.read():
+        total += len(data)
+        if total > bytes_max:
+            raise LineFailed(f"an answer is over {bytes_max} bytes", sent=True)
+        parts.append(data)
+    return b"".join(parts)

@@ -169,7 +169,7 @@ class Ledger:
         waiting = _Waiting(reservation, now_s)
         if self._fits(reservation) and next(self._eligible([*self._queue.values(), waiting]), None) is waiting:
             return self._take(waiting, now_s)
-        if self._waiting_of(reservation.tenant) >= reservation.quota.queue_max:
+        if self.waiting_of(reservation.tenant) >= reservation.quota.queue_max:
             return self._denied(reservation, Reason.QUEUE_FULL)
         ahead = len(self._queue)
         self._queue[reservation.lease_id] = waiting
@@ -249,7 +249,7 @@ class Ledger:
 
     def waiting_of(self, tenant: str) -> int:
         """How many of this tenant's requests wait."""
-        return self._waiting_of(tenant)
+        return sum(w.reservation.tenant == tenant for w in self._queue.values())
 
     def view(self) -> LedgerView:
         """What is held and who waits, now."""
@@ -337,11 +337,8 @@ class Ledger:
         self._hold_s += _HOLD_SMOOTHING * (now_s - held.granted_at_s - self._hold_s)
 
     def _denied(self, reservation: Reservation, reason: Reason) -> Denied:
-        waiting = self._waiting_of(reservation.tenant)
+        waiting = self.waiting_of(reservation.tenant)
         return Denied(reservation.lease_id, reason, waiting, self.retry_after_s())
-
-    def _waiting_of(self, tenant: str) -> int:
-        return sum(w.reservation.tenant == tenant for w in self._queue.values())
 
     # -- draining
 

@@ -7,6 +7,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from kvgate.ports import LineFailed
+from kvgate.upstream import whole_body
+from kvgate.wire.answers import parsed
 
 if TYPE_CHECKING:
     from kvgate.ports import Line
@@ -37,30 +39,12 @@ async def ask(line: Line, method: str, path: str, body: bytes = b"") -> tuple[in
     try:
         async with asyncio.timeout(timeout_s):
             head = await line.send(method, path, headers, body)
-            raw = await _whole(line)
+            raw = await whole_body(line, ANSWER_BYTES_MAX)
     except TimeoutError:
         raise LineFailed(f"no answer to {method} {path} in {timeout_s:g} s", sent=True) from None
     return head.status, parsed(raw), raw
 
 
-async def _whole(line: Line) -> bytes:
-    parts, total = [], 0
-    while data := await line.read():
-        total += len(data)
-        if total > ANSWER_BYTES_MAX:
-            raise LineFailed(f"an answer is over {ANSWER_BYTES_MAX} bytes", sent=True)
-        parts.append(data)
-    return b"".join(parts)
-
-
 def json_bytes(value: Any) -> bytes:
     """The value as a request body."""
     return json.dumps(value).encode()
-
-
-def parsed(raw: bytes) -> Any:
-    """The JSON of an answer; None where it is none."""
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError):
-        return None

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from kvgate.core.reason import Reason, refusal
-from kvgate.engines.llamacpp.calls import parsed
+from kvgate.wire.answers import parsed
 
 if TYPE_CHECKING:
     from kvgate.core.reason import Refusal
