@@ -37,6 +37,19 @@ async def _running(gate: RunningGate, number: int) -> None:
         await asyncio.sleep(0.02)
 
 
+async def _decoding(engine: EngineProcess, number: int) -> None:
+    """Return once that many answers have begun."""
+    deadline = time.monotonic() + 30
+    async with aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(f"{engine.url}/slots") as answer:
+                slots = await answer.json()
+            if sum(any(one["n_decoded"] > 1 for one in slot.get("next_token", ())) for slot in slots) >= number:
+                return
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+
+
 async def test_an_identical_restart_keeps_what_the_log_tells(engine: EngineProcess, start_gate: StartGate) -> None:
     """A log that was begun anew by the same command has the same length, and is another one all the same."""
     gate = start_gate(engine.url, flags=["--engine-log", str(engine.log_path)])
@@ -54,8 +67,12 @@ async def test_nobody_waits_for_an_engine_that_is_gone(engine: EngineProcess, st
     gate = start_gate(engine.url, flags=["--engine-log", str(engine.log_path)])
     running = [asyncio.create_task(post(gate.url, body)) for body in (LONG, {**LONG, "stream": True})]
     await _running(gate, 2)
+    await _decoding(engine, 2)
     queued = asyncio.create_task(post(gate.url, LONG))
-    await asyncio.sleep(0.2)
+    deadline = time.monotonic() + 30
+    while (await asyncio.to_thread(gate.status))["ledger"]["waiting"] < 1:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
     engine.kill()
     begun = time.monotonic()
     whole, stream = await asyncio.gather(*running)
