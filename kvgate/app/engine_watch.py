@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvgate.app.health import profile_warnings
 from kvgate.core.engine_state import Change, EngineLife, EngineState, Look, change_between, look_refused
 from kvgate.core.foreign import ForeignWatch, surplus
+from kvgate.core.reason import Reason
 from kvgate.ports import LineFailed, Refused
 
 if TYPE_CHECKING:
@@ -91,8 +92,9 @@ async def look_at(engine: LlamaCpp) -> Look:
     try:
         await engine.discover()
     except Refused as refused:
-        problem = refused.refusal.message if refused.trouble is None else refused.detail
-        return look_refused(refused.refusal.reason, problem, refused.trouble)
+        reason = refused.refusal.reason
+        problem = refused.refusal.message if reason is Reason.ENGINE_UNKNOWN else refused.detail
+        return look_refused(reason, problem, refused.trouble)
     if (undersized := engine.refusal_now()) is not None:
         figures = dict(undersized.refusal.figures)
         problem = (
