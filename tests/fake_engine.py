@@ -67,6 +67,9 @@ class FakeEngine:
         self.media_marker: str | None = _marker()
         self.build = "b0-unknown"
         self.loading = False
+        self.asleep = False
+        self.wakes = 0
+        self.load_s = 0.0
         self.slots_shown = True
         self.words = WORDS
         self.cached_tokens = 0
@@ -147,7 +150,7 @@ class FakeEngine:
             "endpoint_metrics": False,
             "chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}",
             "build_info": self.build,
-            "is_sleeping": False,
+            "is_sleeping": self.asleep,
         }
 
     def models(self) -> dict[str, Any]:
@@ -233,6 +236,10 @@ class Exchange:
 async def usual(exchange: Exchange) -> None:
     """What llama-server replies."""
     engine, request = exchange.engine, exchange.request
+    if engine.asleep and (request.method == "POST" or request.path == "/slots"):
+        engine.asleep = False  # from here on, though the model is not loaded yet (seen)
+        engine.wakes += 1
+        await asyncio.sleep(engine.load_s)
     shown = {"/health": {"status": "ok"}, "/props": engine.props(), "/v1/models": engine.models()}
     if engine.loading:
         error = {"message": "Loading model", "type": "unavailable_error", "code": 503}
