@@ -49,7 +49,9 @@ class Desk:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Which store, and how the answer is told."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="kvgate.toml of the gates; its [store] is used")
-    parser.add_argument("--store", metavar="URL", help="the store: redis://, rediss:// or unix://")
+    parser.add_argument(
+        "--store", metavar="URL", help="redis://, rediss:// or unix:// (default: the configuration's store)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of sentences")
 
 
