@@ -294,7 +294,8 @@ class App:
             url = given.url
             if url is None:
                 embedded = EmbeddedValkey(given.data_dir or Path(".kvgate"))
-                await embedded.start()
+                async with embedded.alone():  # else it might attach to a command's, which is about to end
+                    await embedded.start()
                 stack.push_async_callback(embedded.stop)
                 url = embedded.url
                 await self._run_beside(stack, [embedded.supervise()])

@@ -111,6 +111,7 @@ async def _open(settings: Settings, *, makes_store: bool) -> AsyncIterator[Desk]
             if not makes_store and not data_dir.is_dir():
                 raise StoreUnavailable(f"there is no store in {data_dir}. {_WHICH}")
             embedded = EmbeddedValkey(data_dir)
+            await stack.enter_async_context(embedded.alone())
             await embedded.start()
             stack.push_async_callback(embedded.stop)
             url, where = embedded.url, f"the store in {data_dir}"

@@ -7,6 +7,8 @@ import hashlib
 import io
 import json
 import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -480,6 +482,19 @@ def test_the_embedded_store_is_started_and_stopped(
     assert not (tmp_path / ".kvgate").exists()
     store = EmbeddedValkey(tmp_path / "conf/.kvgate")
     assert not asyncio.run(store._answers())
+
+
+def test_commands_side_by_side_do_not_stop_each_others_store(
+    capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path
+) -> None:
+    """Where no gate runs, each starts a store and stops it: one after the other."""
+    kvgate = Commands(capsys)
+    assert kvgate("tenants", "apply", "tenants.toml")[0] == 0
+    command = [sys.executable, "-m", "kvgate", "keys", "create", "acme"]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(4)]
+    ends = [(process.communicate(timeout=60), process.returncode) for process in running]
+    assert [status for _, status in ends] == [0] * 4, ends
+    assert len(kvgate.json("keys", "list", "acme")["keys"]) == 4
 
 
 def test_a_running_store_is_shared(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
