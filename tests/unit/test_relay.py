@@ -12,7 +12,9 @@ from kvgate import relay as module
 from kvgate.core.admission import Admit, Room
 from kvgate.core.ask import Size, Usage
 from kvgate.core.ledger import Lease
+from kvgate.core.pool import KvPool
 from kvgate.core.reason import Reason, refusal
+from kvgate.core.replay import Asked
 from kvgate.core.reuse import Reuse
 from kvgate.dialects.openai_chat import OpenAiChat
 from kvgate.engines.llamacpp.errors import explain
@@ -70,6 +72,7 @@ class Story:
             receipt=self.receipt,
             explain=explain,
             reopen=self._reopen,
+            asked=Asked(2, 1, (9,), 1, KvPool(1024, 1, 1024)),
         )
 
     async def _reopen(self) -> LineDouble:
