@@ -15,7 +15,7 @@ from kvgate.core.tenant import Quota
 from kvgate.ports import PROBE_SIZE, LineFailed, Refused
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from kvgate.core.admission import Admit, Clamp, Verdict
     from kvgate.core.ledger import Lease
@@ -56,12 +56,12 @@ class Receipt:
     events: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Admitted:
     """A request that may run: its lease is held, its line to the engine is open, its body is capped.
 
     The holder calls `start` when the body goes out and `answered` when the engine's head is back, and fills
-    in the receipt; leaving the gate's context settles the lease and gives the line back.
+    in the receipt; leaving the gate's context settles the lease and gives the line back. `line` alone ever changes.
     """
 
     verdict: Admit | Clamp
@@ -75,11 +75,20 @@ class Admitted:
     answered: Callable[[], None]
     receipt: Receipt
     explain: Callable[[int, bytes], Refusal]
+    reopen: Callable[[], Awaitable[Line]]
 
     @property
     def profile(self) -> EngineProfile:
         """The engine that it was judged for."""
         return self.counted.profile
+
+    async def renew_line(self) -> None:
+        """Another connection to the same engine, for a request of which nothing was sent on the first.
+
+        Raises:
+            Refused: the engine is not to be had, or is another one now.
+        """
+        self.line = await self.reopen()
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +194,17 @@ class Gate:
             answered=lambda: self._ledger.answered(held.lease_id),
             receipt=held.receipt,
             explain=engine.explain,
+            reopen=lambda: self._reopen(held, counted.profile),
         )
+
+    async def _reopen(self, held: _Held, judged_for: EngineProfile) -> Line:
+        if held.line is not None:
+            held.line.release()
+            held.line = None
+        held.line = await self._engine.open()
+        if held.line.profile != judged_for:
+            raise Refused(refusal(Reason.ENGINE_CHANGED, retry_after_s=1))
+        return held.line
 
     async def _check_reuse(self, dialect: str, counted: Counted, pool: KvPool) -> None:
         """Refuse a dialect whose requests cannot carry the switch, unless the engine has reuse off by itself."""

@@ -45,6 +45,13 @@ class LineFailed(Exception):
         self.sent = sent
 
 
+class LineStalled(LineFailed):
+    """The engine was silent for too long, so the gate gave the connection up; the request had been sent."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem, sent=True)
+
+
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
     """A request body as its dialect read it.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 - pydantic reads the annotations
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 from pydantic_settings import (
@@ -65,6 +67,12 @@ class EngineSettings(_Section):
     )
     drain_max_s: float = Field(
         120.0, gt=0, description="Seconds after which a hung-up request's KV counts as free without proof."
+    )
+    idle_timeout_s: float = Field(
+        120.0,
+        gt=0,
+        description="Seconds of silence in mid-answer after which the engine counts as stalled; comments count as "
+        "life. Before an answer begins only an engine that does not answer /health either is given up.",
     )
 
 
@@ -212,6 +220,61 @@ def load(config: Path | None, flags: Mapping[str, Any], environment: Mapping[str
         raise _bad(error, "the settings" if config is None else str(config), Settings) from None
     except SettingsError as error:
         raise BadSettings(f"a {ENV_PREFIX}* variable that holds a section must be a JSON object: {error}") from None
+
+
+RELOADABLE: Final = frozenset(
+    {
+        "anonymous_tenant",
+        "engine.context_tokens_min",
+        "engine.on_undersized",
+        "engine.kv_topology",
+        "engine.pool_tokens",
+        "engine.pool_headroom_ratio",
+        "engine.margin_tokens",
+        "engine.drain_max_s",
+        "engine.idle_timeout_s",
+        "http.body_bytes_max",
+        "http.body_timeout_s",
+        "http.write_timeout_s",
+        "http.cors_origins",
+        "http.stop_grace_s",
+    }
+)
+"""Settings that a running gate takes over on SIGHUP; the others hold sockets, stores and processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """Settings read anew: those in force from now on, which of them changed, and what changed in vain."""
+
+    settings: Settings
+    changed: tuple[str, ...]
+    needs_restart: tuple[str, ...]
+
+
+def reloaded(before: Settings, found: Settings) -> Reloaded:
+    """Of what was found, take over what may change while a gate runs."""
+    old, new = _values(before), _values(found)
+    differing = [name for name in new if new[name] != old[name]]
+    changed = tuple(name for name in differing if name in RELOADABLE)
+    in_force = before
+    for name in changed:
+        section, _, field = name.rpartition(".")
+        if section:
+            part = getattr(in_force, section).model_copy(update={field: new[name]})
+            in_force = in_force.model_copy(update={section: part})
+        else:
+            in_force = in_force.model_copy(update={field: new[name]})
+    return Reloaded(in_force, changed, tuple(name for name in differing if name not in RELOADABLE))
+
+
+def _values(settings: Settings) -> dict[str, Any]:
+    """Every setting by its dotted name."""
+    return {
+        name: functools.reduce(getattr, name.split("."), settings)
+        for name, *_ in described()
+        if not name.startswith("tenant.")
+    }
 
 
 def load_tenants(path: Path) -> dict[str, tuple[Tenant, tuple[str, ...]]]:

@@ -19,11 +19,13 @@ from kvgate.admin.listener import admin_app
 from kvgate.app.health import Health, profile_warnings
 from kvgate.app.tenants_file import STORE_TIMEOUT_S, NotApplied, TenantsFile
 from kvgate.core.profile import KvSettings, Topology
+from kvgate.core.reason import Reason
 from kvgate.engines.llamacpp import LlamaCpp, LlamaCppSettings
 from kvgate.gate import Gate
 from kvgate.log import RequestLog
 from kvgate.metrics import Metrics
 from kvgate.ports import LineFailed, Refused
+from kvgate.settings import BadSettings, reloaded
 from kvgate.startup import Child, LogFile
 from kvgate.store.client import connect
 from kvgate.store.embedded import EmbeddedValkey
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
     from kvgate.core.profile import EngineProfile
     from kvgate.ports import RequestRecord
-    from kvgate.settings import Settings
+    from kvgate.settings import Reloaded, Settings
 
 log = logging.getLogger("kvgate.app")
 
@@ -70,15 +72,21 @@ class App:
         settings: all of them.
         command: run this as the engine, a child of the gate; empty where the engine runs elsewhere.
         announce: told, once, that the gate listens: the tenants' URL and the operator's.
+        reread: reads the settings anew, on SIGHUP; raises `BadSettings`.
     """
 
     def __init__(
-        self, settings: Settings, command: Sequence[str] = (), announce: Callable[[str, str], None] | None = None
+        self,
+        settings: Settings,
+        command: Sequence[str] = (),
+        announce: Callable[[str, str], None] | None = None,
+        reread: Callable[[], Settings] | None = None,
     ) -> None:
         if settings.engine.url is None:
             raise CannotStart("no engine: give --upstream http://host:port, or engine.url in kvgate.toml")
         self._settings = settings
         self._announce = announce
+        self._reread = reread
         self._clock = time.monotonic
         self._child = Child(command) if command else None
         self._metrics = Metrics()
@@ -94,6 +102,31 @@ class App:
         if self._stopping.is_set():
             self._hurrying.set()
         self._stopping.set()
+
+    def reload(self) -> None:
+        """Read settings and tenants anew; what SIGHUP does. What cannot be used leaves the last ones in force."""
+        if (health := self._health) is None:
+            return
+        if self._reread is not None:
+            try:
+                self._take_over(health, reloaded(self._settings, self._reread()))
+            except BadSettings as error:
+                health.settings_problem = f"the settings were not reloaded, the last ones stay in force: {error}"
+                log.warning("the settings were not reloaded", extra={"problem": str(error)})
+        health.tenants_file.reload.set()
+
+    def _take_over(self, health: Health, found: Reloaded) -> None:
+        settings = self._settings = health.settings = found.settings
+        health.settings_problem = None
+        if found.needs_restart:
+            names = ", ".join(found.needs_restart)
+            health.settings_problem = f"these settings were changed and need a restart to come into force: {names}"
+        if any(name.startswith("engine.") for name in found.changed):
+            self._engine.configure(_engine_settings(settings))
+        self._ledger.configure(settings.engine.drain_max_s)
+        health.front.configure(_web_settings(settings))
+        health.tenants_file.anonymous = settings.anonymous_tenant
+        log.info("settings reloaded", extra={"changed": found.changed, "needs_restart": found.needs_restart})
 
     async def run(self) -> int:
         """Serve until stopped; the exit status.
@@ -116,7 +149,7 @@ class App:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
         health = self._health = await self._open_store(stack)
-        loop.add_signal_handler(signal.SIGHUP, health.tenants_file.reload.set)
+        loop.add_signal_handler(signal.SIGHUP, self.reload)
         stack.push_async_callback(self._engine.close)
         if self._child is not None:
             await self._child.start()
@@ -174,6 +207,7 @@ class App:
             return
         front = self._health.front
         front.draining = True
+        self._ledger.close_queue(Reason.GATE_DRAINING)
         grace_s = self._settings.http.stop_grace_s
         log.info("stopping", extra={"in_flight": front.in_flight, "grace_s": grace_s})
         waiters = [asyncio.create_task(front.idle()), asyncio.create_task(self._hurrying.wait())]
@@ -246,18 +280,11 @@ class App:
 
     def _make_engine(self, url: str) -> LlamaCpp:
         given = self._settings.engine
-        topology = None if given.kv_topology == "auto" else Topology(given.kv_topology)
         startup_log = self._child or (LogFile(given.log) if given.log is not None else None)
         try:
             return LlamaCpp(
                 url,
-                LlamaCppSettings(
-                    kv=KvSettings(topology, given.pool_tokens),
-                    context_tokens_min=given.context_tokens_min,
-                    undersized_refused=given.on_undersized == "refuse",
-                    margin_tokens=given.margin_tokens,
-                    headroom_ratio=given.pool_headroom_ratio,
-                ),
+                _engine_settings(self._settings),
                 self._clock,
                 startup_log=startup_log,
                 on_profile=self._engine_profile,
@@ -333,7 +360,6 @@ class App:
             )
 
     def _make_front(self, tenants: ValkeyTenants) -> Front:
-        given = self._settings.http
         return Front(
             Gate(self._engine, self._ledger, new_id=lambda: secrets.token_hex(16)),
             self._engine,
@@ -341,14 +367,32 @@ class App:
             routes=served_routes(),
             observer=_Observers(self._metrics, RequestLog()),
             clock=self._clock,
-            settings=WebSettings(
-                body_bytes_max=given.body_bytes_max,
-                body_timeout_s=given.body_timeout_s,
-                write_timeout_s=given.write_timeout_s,
-                anonymous_tenant=self._settings.anonymous_tenant,
-                cors_origins=frozenset(given.cors_origins),
-            ),
+            settings=_web_settings(self._settings),
         )
+
+
+def _engine_settings(settings: Settings) -> LlamaCppSettings:
+    given = settings.engine
+    topology = None if given.kv_topology == "auto" else Topology(given.kv_topology)
+    return LlamaCppSettings(
+        kv=KvSettings(topology, given.pool_tokens),
+        context_tokens_min=given.context_tokens_min,
+        undersized_refused=given.on_undersized == "refuse",
+        margin_tokens=given.margin_tokens,
+        headroom_ratio=given.pool_headroom_ratio,
+        idle_timeout_s=given.idle_timeout_s,
+    )
+
+
+def _web_settings(settings: Settings) -> WebSettings:
+    given = settings.http
+    return WebSettings(
+        body_bytes_max=given.body_bytes_max,
+        body_timeout_s=given.body_timeout_s,
+        write_timeout_s=given.write_timeout_s,
+        anonymous_tenant=settings.anonymous_tenant,
+        cors_origins=frozenset(given.cors_origins),
+    )
 
 
 async def _open(stack: AsyncExitStack, runner: web.BaseRunner, address: str) -> str:

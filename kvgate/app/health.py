@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class Health:
     """The state of one gate, read whenever somebody asks.
 
-    `engine_refusal` is why the engine did not serve at the last look at it.
+    `engine_refusal` is why the engine did not serve at the last look at it; `settings_problem` what of the settings,
+    as they were read last, is not in force.
     """
 
     settings: Settings
@@ -37,6 +38,7 @@ class Health:
     lock: GateLock
     front: Front
     engine_refusal: Refusal | None = None
+    settings_problem: str | None = None
 
     def problems(self) -> list[str]:
         """Why requests are not served now; empty while they are."""
@@ -63,6 +65,8 @@ class Health:
             )
         if (problem := self.tenants_file.problem) is not None:
             warnings.append(f"the tenants file was not applied, the last one stays in force: {problem}")
+        if self.settings_problem is not None:
+            warnings.append(self.settings_problem)
         if (rival := self.lock.rival) is not None:
             warnings.append(f"another gate guards this engine too, and both grant the same KV: {rival}")
         if (times := self.metrics.overflows) > 0:

@@ -8,7 +8,7 @@ from kvgate.core.ledger import Ledger
 from kvgate.core.profile import EngineProfile, Fact, Source, Topology
 from kvgate.core.reason import Reason
 from kvgate.metrics import Metrics
-from kvgate.settings import described
+from kvgate.settings import RELOADABLE, described
 from kvgate.web import HEADERS, served_routes
 from kvgate.web.routes import Control, Inference, Own
 from kvgate.wire import fields
@@ -42,13 +42,15 @@ def _settings(prefix: str) -> Iterator[str]:
     else:
         yield (
             "`kvgate.toml`, overridden by `KVGATE_*` variables (`engine.url` is `KVGATE_ENGINE__URL`), overridden by "
-            "flags.\nUnknown keys are errors.\n"
+            "flags.\nUnknown keys are errors. SIGHUP reads them anew: those with a \u21bb come into force,\nfor the "
+            "others the gate says that it needs a restart. A file that cannot be used leaves the last one in force.\n"
         )
     yield "| key | default | meaning |\n|---|---|---|"
     for name, _, default, meaning in described():
         if name.startswith("tenant.NAME.") == bool(prefix):
             shown = "none" if default is None or default == () else f"`{getattr(default, 'value', default)}`"
-            yield f"| `{name.removeprefix(prefix)}` | {shown} | {meaning} |"
+            mark = " \u21bb" if name in RELOADABLE else ""
+            yield f"| `{name.removeprefix(prefix)}` | {shown} | {meaning}{mark} |"
 
 
 def _reasons() -> Iterator[str]:

@@ -15,6 +15,9 @@ from kvgate.settings import BadSettings, load
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
+
+    from kvgate.settings import Settings
 
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
@@ -52,7 +55,7 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
         if given := {name: value for name, value in engine.items() if value is not None}:
             flags["engine"] = given
         settings = load(options.config, flags)
-        return asyncio.run(_serve(settings, command))
+        return asyncio.run(_serve(settings, command, lambda: load(options.config, flags)))
     except (BadSettings, CannotStart) as error:
         return _say(str(error))
 
@@ -62,8 +65,8 @@ def _say(problem: str) -> int:
     return 2
 
 
-async def _serve(settings: Any, command: list[str]) -> int:
-    return await App(settings, command).run()
+async def _serve(settings: Settings, command: list[str], reread: Callable[[], Settings]) -> int:
+    return await App(settings, command, reread=reread).run()
 
 
 def _child_url(command: list[str]) -> str | None:

@@ -297,6 +297,15 @@ class Reason(Enum):
         "The inference server ended this answer before it was complete.",
         "The engine closed the connection, or sent what is not HTTP, in the middle of an answer.",
     )
+    ENGINE_STALLED = Row(
+        "engine_stalled",
+        504,
+        "engine_stalled",
+        "server_error",
+        "The inference server stopped in the middle of its work: for too long nothing came from it.",
+        "The engine sent nothing for `engine.idle_timeout_s` in mid-answer, or nothing at all while it left "
+        "`/health` unanswered for that long. A long prefill alone is never cut.",
+    )
     INTERNAL = Row(
         "internal",
         500,

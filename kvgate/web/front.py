@@ -123,6 +123,10 @@ class Front:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    def configure(self, settings: WebSettings) -> None:
+        """Go by other settings from the next request on."""
+        self._settings = settings
+
     @property
     def in_flight(self) -> int:
         """Requests whose answer has not ended."""

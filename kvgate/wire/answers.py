@@ -21,6 +21,14 @@ def parsed(data: bytes | None) -> Any:
         return None
 
 
+def is_error(body: bytes) -> bool:
+    """Whether a whole answer is an error, whatever its status said; `"error": null` of a response is none."""
+    if b'"error"' not in body:
+        return False
+    answer = parsed(body)
+    return isinstance(answer, dict) and isinstance(answer.get("error"), dict | str) and bool(answer["error"])
+
+
 def openai_usage(answer: Any) -> Usage | None:
     """The `usage` of an answer or a chunk in OpenAI's form."""
     usage = answer.get("usage") if isinstance(answer, dict) else None

@@ -17,7 +17,7 @@ from kvgate.engines.llamacpp.calls import ask, exchange, json_bytes
 from kvgate.engines.llamacpp.discovery import KIND, BoundFacts, busy_slots, profile_of, text_of
 from kvgate.engines.llamacpp.errors import RETRY_AFTER_S, explain, problem_of
 from kvgate.ports import Counted, LineFailed, Refused
-from kvgate.upstream import Connection, Upstream
+from kvgate.upstream import IDLE_TIMEOUT_S, Connection, Upstream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,6 +62,8 @@ class LlamaCppSettings:
         undersized_refused: False serves an undersized engine all the same, with warnings.
         margin_tokens: cells a sequence may take beyond its output limit.
         headroom_ratio: share of the pool that is never granted.
+        idle_timeout_s: how long it may be silent in mid-answer, and how long one that answers no `/health` may keep a
+            request waiting for the beginning of its answer.
     """
 
     kv: KvSettings
@@ -69,6 +71,7 @@ class LlamaCppSettings:
     undersized_refused: bool = True
     margin_tokens: int = 0
     headroom_ratio: float = 0.0
+    idle_timeout_s: float = IDLE_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ class LlamaCpp:
         on_profile: Callable[[EngineProfile | None, EngineProfile], None] | None = None,
         api_key: str | None = None,
     ) -> None:
-        self.upstream = Upstream(url, self._hello, clock, api_key)
+        self.upstream = Upstream(url, self._hello, api_key, settings.idle_timeout_s)
         self._settings = settings
         self._clock = clock
         self._facts = BoundFacts(startup_log)
@@ -115,6 +118,17 @@ class LlamaCpp:
         self._seen: tuple[str, StartupFacts | None] | None = None
         self._calling: set[Connection] = set()
         self._reuse_off: dict[str, bool] = {}
+        self._unheard_since_s: float | None = None
+
+    def configure(self, settings: LlamaCppSettings) -> None:
+        """Go by other settings from the next request on: the profile is made anew of what the engine says.
+
+        Requests that are under way go on under those that they were judged by.
+        """
+        self._settings = settings
+        self.upstream.idle_timeout_s = settings.idle_timeout_s
+        self._seen = None
+        self.upstream.forget_idle()
 
     @property
     def profile(self) -> EngineProfile | None:
@@ -174,6 +188,7 @@ class LlamaCpp:
         try:
             called = await self._call("GET", "/health", for_tenant=False)
         except Refused:
+            self._unheard()
             # It hangs or is gone: who waits for a count waits for nothing. Inference is left to its own line.
             for connection in list(self._calling):
                 connection.close()
@@ -181,9 +196,18 @@ class LlamaCpp:
             if self._profile is not None and self._profile.instance is None:
                 self._reuse_off.clear()
             raise
+        self._unheard_since_s = None
         if called.status == 503:
             raise Refused(refusal(Reason.ENGINE_LOADING, retry_after_s=RETRY_AFTER_S))
         return called.profile
+
+    def _unheard(self) -> None:
+        """It did not answer. Of a long prefill nothing is heard either, but then `/health` answers."""
+        now_s, allowed_s = self._clock(), self._settings.idle_timeout_s
+        if self._unheard_since_s is None:
+            self._unheard_since_s = now_s
+        elif now_s - self._unheard_since_s >= allowed_s:
+            self.upstream.end_silent(f"the engine has not answered /health for {allowed_s:g} s either")
 
     async def count(self, dialect: str, request: ReadRequest, body: bytes) -> Counted:
         """The prompt sizes: by the engine's counter for this dialect, or piece by piece by its tokenizer.
