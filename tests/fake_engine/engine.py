@@ -51,7 +51,6 @@ class FakeEngine:
         self.always: dict[str, Reply] = {}
         self.requests: list[Recorded] = []
         self.connections_made = 0
-        self.bytes_written = 0
         self.busy: list[dict[str, Any]] = []
         self._at_work: dict[int, dict[str, Any]] = {}
         self._tasks = 0
@@ -95,9 +94,7 @@ class FakeEngine:
 
     async def stop(self) -> None:
         """Close the port and every connection, as the end of the process would."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        self.refuse_connections()
         await self.hang_up()
 
     async def hang_up(self) -> None:
@@ -106,6 +103,22 @@ class FakeEngine:
         for link in links:
             link.transport.abort()
         await asyncio.gather(*(link.gone.wait() for link in links))
+
+    async def become(self, n_ctx: int, *, spare: Link) -> None:
+        """As `replace`; one connection lives until its answer is out."""
+        others = self._links - {spare}
+        for link in others:
+            link.transport.abort()
+        await asyncio.gather(*(link.gone.wait() for link in others))
+        self.let_go()
+        self.media_marker = _marker()
+        self.n_ctx = n_ctx
+
+    def refuse_connections(self) -> None:
+        """From now on nobody listens at the port; what is open stays open until `start`."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
     async def replace(self, *, n_ctx: int | None = None) -> None:
         """Another process takes over the port: every connection ends, a new `media_marker` is drawn."""

@@ -145,7 +145,6 @@ class Link(asyncio.Protocol):
         self._writable.set()
 
     async def write(self, data: bytes) -> None:
-        self._engine.bytes_written += len(data)
         self.transport.write(data)
         await self._writable.wait()
 
