@@ -82,10 +82,29 @@ class Client:
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
 
-    async def send(self, ask: Ask, key: str = "sk-demo") -> None:
-        head = f"POST {ask.path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
-        head += f"Content-Type: application/json\r\nContent-Length: {len(ask.body)}\r\n\r\n"
-        self._writer.write(head.encode() + ask.body)
+    async def send(self, ask: Ask) -> None:
+        await self.post(ask.path, ask.body)
+
+    async def post(
+        self, path: str, body: bytes, *, key: str = "sk-demo", request_id: str = "", upto: int | None = None
+    ) -> None:
+        """Send a request, or so many bytes of its body."""
+        lines = [f"POST {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {key}", "Content-Type: application/json"]
+        lines += [f"x-request-id: {request_id}"] if request_id else []
+        lines += [f"Content-Length: {len(body)}", "", ""]
+        self._writer.write("\r\n".join(lines).encode() + body[:upto])
+
+    async def hear(self) -> None:
+        """Wait for the first bytes of an answer; they are still there to be received."""
+        while not self._reader._buffer and not self._reader.at_eof():  # type: ignore[attr-defined]
+            await self._reader._wait_for_data("hear")  # type: ignore[attr-defined]
+
+    async def hear_more(self, seconds: float) -> None:
+        """Read on for so long, or to the connection's end."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while await self._reader.read(1024):
+                    pass
 
     async def read_head(self) -> tuple[int, dict[str, str]]:
         lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
@@ -114,8 +133,11 @@ class Client:
 # -- what a client makes of it
 
 
-def view(ask: Ask, answer: Answer, text: str) -> str:
-    """The answer in a few words: the status and reason of an error, `200` for the whole text, and what is between."""
+def view(ask: Ask, answer: Answer, text: str | None = None) -> str:
+    """The answer in a few words: the status and reason of an error, `200` for the whole text, and what is between.
+
+    Without `text` any text is whole that has its end.
+    """
     if answer.cut:
         return "cut"
     if answer.status != 200:
@@ -127,11 +149,12 @@ def view(ask: Ask, answer: Answer, text: str) -> str:
     return _stream(ask, answer.body, text)
 
 
-def _whole(ask: Ask, body: bytes, text: str) -> str:
+def _whole(ask: Ask, body: bytes, text: str | None) -> str:
     try:
         found = json.loads(body)
     except ValueError:
         return "200, unreadable"
+    found = found[0] if isinstance(found, list) else found  # several answers, in llama.cpp's own form
     if "error" in found:
         return "200 with an error in it"
     match ask.dialect:
@@ -145,10 +168,10 @@ def _whole(ask: Ask, body: bytes, text: str) -> str:
             said = found["content"][0]["text"]
         case _:
             said = found["content"]
-    return "200" if said == text else "200, another text"
+    return "200" if text in {said, None} else "200, another text"
 
 
-def _stream(ask: Ask, body: bytes, text: str) -> str:
+def _stream(ask: Ask, body: bytes, text: str | None) -> str:
     try:
         events = [_event(block) for block in body.decode().split("\n\n")[:-1] if not block.startswith(":")]
     except ValueError:
@@ -170,9 +193,9 @@ def _stream(ask: Ask, body: bytes, text: str) -> str:
         events[-1][1] == "[DONE]" if ask.dialect in {"openai_chat", "openai_completions"} else True
     )
     if reason is not None:
-        whole = ends_well and text.startswith(said)
+        whole = ends_well and (text is None or text.startswith(said))
         return f"200, then {reason}" if whole else f"200, then {reason}, broken"
-    return "200" if said == text and marks and ends_well else "200, broken"
+    return "200" if text in {said, None} and marks and ends_well else "200, broken"
 
 
 def _event(block: str) -> tuple[str | None, Any]:
@@ -233,8 +256,8 @@ def error_of(ask: Ask, found: Any, *, in_stream: bool = False) -> str:
         if ask.dialect == "openai_responses" and in_stream:
             return _responses_event(found)
         reason = REASONS[found["error"]["reason"]]
-        shape = {"anthropic_messages": _anthropic, "llamacpp_completion": _llamacpp}.get(ask.dialect, _openai)
-        fits = shape(found, reason)
+        shapes = {"openai": _openai, "anthropic": _anthropic, "llamacpp": _llamacpp}
+        fits = shapes[ask.dialect.partition("_")[0]](found, reason)
     except (KeyError, TypeError):
         return "an error of another shape"
     return reason.label if fits else "an error of another shape"
