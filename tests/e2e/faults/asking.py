@@ -155,7 +155,7 @@ def _whole(ask: Ask, body: bytes, text: str | None) -> str:
     except ValueError:
         return "200, unreadable"
     found = found[0] if isinstance(found, list) else found  # several answers, in llama.cpp's own form
-    if "error" in found:
+    if found.get("error") is not None:
         return "200 with an error in it"
     match ask.dialect:
         case "openai_chat":
@@ -217,7 +217,7 @@ def _event(block: str) -> tuple[str | None, Any]:
 def _error_event(ask: Ask, name: str | None, found: Any) -> Any:
     if ask.dialect in {"openai_responses", "anthropic_messages"}:
         return found if name == "error" else None
-    return found if "error" in found else None
+    return found if found.get("error") is not None else None
 
 
 def _piece(ask: Ask, found: Any) -> str:

@@ -44,16 +44,17 @@ def document() -> str:
         lines += [f"## {group}", "", _line(COLUMNS), _line("---" for _ in COLUMNS)]
         lines += [_line(cells) for row in rows for cells in _cells(row, lambda row, ask: row.expected(ask))]
         lines.append("")
-    return "\n".join(lines)
+        if defects := [f"- Not yet so: {row.name}, whole: {row.defect}." for row in rows if row.defect]:
+            lines += [*defects, ""]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def printed(look: Look) -> str:
     """The table for a terminal; cells that were not run are left out."""
     table = [COLUMNS, *(cells for rows in GROUPS.values() for row in rows for cells in _cells(row, look))]
     widths = [max(len(cells[at]) for cells in table) for at in range(len(COLUMNS))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table
-    )
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _cells(row: Row, look: Look) -> Iterator[tuple[str, ...]]:

@@ -12,6 +12,7 @@ from tests.e2e.faults.lane import IDLE_TIMEOUT_S
 from tests.fake_engine import (
     close_before_head,
     huge_head,
+    informational,
     not_http,
     reset_before_head,
     stall,
@@ -176,6 +177,11 @@ GROUPS: Final[dict[str, tuple[Row, ...]]] = {
         _both("every byte in a packet of its own", replying(fault.byte_by_byte), "200", FREE),
         Row("all events in one chunk", replying(fault.all_at_once), Seen("200", FREE), None),
         _both("an event of 1 MB", saying("Hi", "x" * 1_000_000, "."), "200", FREE),
+        _both("an answer without a length", replying(fault.without_length), "200", FREE),
+        _both(
+            "informational heads before it", replying(informational(b"HTTP/1.1 103 X\r\nA: b\r\n\r\n")), "200", FREE
+        ),
+        _both('`"error": null` in it', replying(fault.rewritten(fault.with_a_null_error)), "200", FREE),
         _both("no usage", replying(fault.rewritten(fault.without_usage)), "200", FREE),
         Row("the usage twice", replying(fault.rewritten(fault.with_usage_twice)), Seen("200", FREE), None),
         Row("events without choices", replying(fault.rewritten(fault.with_a_stranger)), Seen("200", FREE), None),
@@ -185,6 +191,12 @@ GROUPS: Final[dict[str, tuple[Row, ...]]] = {
         Row(
             "silent in mid-answer",
             replying(fault.silent_in_mid_answer),
+            Seen("200, then engine_stalled", DRAINED),
+            Seen("504 engine_stalled", DRAINED),
+        ),
+        Row(
+            "silent in mid-answer, /health hangs",
+            hanging_health(fault.silent_in_mid_answer),
             Seen("200, then engine_stalled", DRAINED),
             Seen("504 engine_stalled", DRAINED),
         ),
