@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
@@ -138,8 +139,10 @@ class Child:
                 line = await stdout.readexactly(over.consumed)
             if not line:
                 return
-            sys.stderr.buffer.write(line)
-            sys.stderr.flush()
+            # Nobody reads kvgate's own output any more: the child's must be read all the same, or it would hang.
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.buffer.write(line)
+                sys.stderr.flush()
             # As in LogFile. A child starts once; what follows may quote clients, who could write another start.
             if not continued and self._log.starts == 0:
                 self._log.feed([line.decode("utf-8", "replace")])
