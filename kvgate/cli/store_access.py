@@ -121,7 +121,8 @@ async def _open(settings: Settings, *, makes_store: bool) -> AsyncIterator[Desk]
             raise StoreUnavailable(f"that is no URL of a store: {error}") from None
         stack.push_async_callback(client.aclose)
         await _check_answers(client, where)
-        yield Desk(Registry(client), RecentSizes(client), where)
+        registry = Registry(client, timeout_s=ANSWER_TIMEOUT_S)
+        yield Desk(registry, RecentSizes(client, timeout_s=ANSWER_TIMEOUT_S), where)
 
 
 async def _check_answers(client: Any, where: str) -> None:

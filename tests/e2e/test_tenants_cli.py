@@ -11,8 +11,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from tests.e2e.ask import chat, post
 from tests.fake_engine import FakeEngine
 
@@ -23,8 +21,8 @@ if TYPE_CHECKING:
     from tests.e2e.conftest import RunningGate, StartGate
 
 PROMISED_S = 1.0
-SLACK_S = 3.0
-"""On top of what is promised: the machine may be busy with other tests."""
+SLACK_S = 9.0
+"""On top of what is promised, for busy machines; the contract tests hold the store's side to a second."""
 
 
 @dataclass
@@ -145,12 +143,3 @@ async def test_a_dry_run_knows_what_the_gates_have_seen(start_gate: StartGate, t
         assert replay["then"]["reasons"] == {"generation_overflow": 4}
         assert tried["replay"]["quiet"]["requests"] == 0
         assert (await fleet.kvgate("tenants", "show", "acme"))["settings"]["context_tokens_max"] is None
-
-
-@pytest.mark.parametrize("word", ["acme", "nobody"])
-async def test_a_file_keyed_tenant_and_an_unknown_one_get_no_key(
-    start_gate: StartGate, tmp_path: Path, word: str
-) -> None:
-    async with running(start_gate, tmp_path, f'[tenant.acme]\nkeys_sha256 = ["{"0" * 64}"]\n') as fleet:
-        answer = await fleet.kvgate("keys", "create", word, status=1)
-        assert (str(fleet.tenants) in answer["problem"]) == (word == "acme")
