@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvgate.core.ask import Size
+from kvgate.core.engine_state import Trouble
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,21 +29,32 @@ PROBE_SIZE: Final = Size(prompt_tokens=96, output_tokens=1)
 class Refused(Exception):
     """Raised by an adapter that must refuse a request; the gate turns it into a value at once.
 
-    `detail` is the cause for the operator's log and commands, in kvgate's own words.
+    `detail` is the cause for the operator's log and commands, in kvgate's own words; `trouble` its kind, where a
+    call to the engine had no answer.
     """
 
-    def __init__(self, refusal: Refusal, detail: str = "") -> None:
+    def __init__(self, refusal: Refusal, detail: str = "", trouble: Trouble | None = None) -> None:
         super().__init__(refusal.reason.label)
         self.refusal = refusal
         self.detail = detail
+        self.trouble = trouble
 
 
 class LineFailed(Exception):
-    """The connection to the engine broke; `sent` tells whether bytes of the request may have arrived."""
+    """The connection to the engine broke; `sent` tells whether bytes of the request may have arrived.
 
-    def __init__(self, problem: str, *, sent: bool) -> None:
+    `silent` where it did not break: the engine just gave no answer in time.
+    """
+
+    def __init__(self, problem: str, *, sent: bool, silent: bool = False) -> None:
         super().__init__(problem)
         self.sent = sent
+        self.silent = silent
+
+    @property
+    def trouble(self) -> Trouble:
+        """What kind of trouble this is."""
+        return Trouble.SILENT if self.silent else Trouble.BROKEN
 
 
 class LineStalled(LineFailed):

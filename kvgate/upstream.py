@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import re
+import socket
 import ssl
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -11,6 +14,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from kvgate import __version__
+from kvgate.core.engine_state import Trouble
 from kvgate.core.reason import Reason, refusal
 from kvgate.ports import Head, LineFailed, LineStalled, Refused
 
@@ -40,6 +44,9 @@ IDLE_TIMEOUT_S = 120.0
 Another tenant's long prefill stalls it for half a minute (llama.cpp issue 29175). There is no limit in all: an answer
 may take as long as it takes.
 """
+
+_SILENT_RETRY_AFTER_S = 10
+"""Of an engine that hangs: each try costs its caller seconds, and it seldom comes to itself."""
 
 
 class Connection(asyncio.Protocol):
@@ -351,23 +358,22 @@ class Upstream:
                     lambda: Connection(self), self._host, self._port, ssl=self._ssl
                 )
         except TimeoutError:
-            raise self._unreachable(f"no connection within {CONNECT_TIMEOUT_S:g} s") from None
+            raise self._unreachable(f"no connection within {CONNECT_TIMEOUT_S:g} s", Trouble.NO_CONNECTION) from None
         except OSError as error:
-            raise self._unreachable(error.strerror or str(error)) from None
+            raise self._unreachable(error.strerror or str(error), trouble_of(error)) from None
         self._open.add(connection)
         try:
             connection.introduce(await self._hello(connection))
         except LineFailed as failed:
             connection.close()
-            raise self._unreachable(str(failed)) from None
+            raise self._unreachable(str(failed), failed.trouble) from None
         except BaseException:
             connection.close()
             raise
         return connection
 
-    def _unreachable(self, cause: str) -> Refused:
-        unreachable = refusal(Reason.ENGINE_UNREACHABLE, retry_after_s=RETRY_AFTER_S)
-        return Refused(unreachable, f"{self._url}: {cause}")
+    def _unreachable(self, cause: str, trouble: Trouble) -> Refused:
+        return unanswered(f"{self._url}: {cause}", trouble)
 
     @property
     def _loop(self) -> asyncio.AbstractEventLoop:
@@ -402,6 +408,26 @@ class Upstream:
         for connection in list(self._open):
             connection.close()
         await asyncio.sleep(0)
+
+
+def unanswered(cause: str, trouble: Trouble) -> Refused:
+    """The refusal where the engine gave no answer."""
+    retry_after_s = _SILENT_RETRY_AFTER_S if trouble is Trouble.SILENT else RETRY_AFTER_S
+    return Refused(refusal(Reason.ENGINE_UNREACHABLE, retry_after_s=retry_after_s), cause, trouble)
+
+
+def trouble_of(error: OSError) -> Trouble:
+    """Why no connection came about; a host with several addresses tells all of its errors in one text."""
+    if isinstance(error, socket.gaierror):
+        return Trouble.NAME_UNKNOWN
+    if isinstance(error, ssl.SSLError):
+        return Trouble.TLS
+    numbers = {error.errno} | {int(number) for number in re.findall(r"\[Errno (\d+)\]", str(error))}
+    if errno.ECONNREFUSED in numbers:
+        return Trouble.REFUSED
+    if numbers & {errno.ENETUNREACH, errno.EHOSTUNREACH}:
+        return Trouble.NO_ROUTE
+    return Trouble.BROKEN if errno.ECONNRESET in numbers else Trouble.NO_CONNECTION
 
 
 async def whole_body(line: Line, bytes_max: int) -> bytes:

@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from kvgate.admin.listener import admin_app
-from kvgate.app.health import Health, profile_warnings
+from kvgate.app.engine_watch import ENGINE_POLL_S, LifeWatch, SlotsWatch, look_at
+from kvgate.app.health import Health
 from kvgate.app.tenants_file import STORE_TIMEOUT_S, NotApplied, TenantsFile
+from kvgate.core.engine_state import EngineState
 from kvgate.core.profile import KvSettings, Topology
 from kvgate.core.reason import Reason
 from kvgate.engines.llamacpp import LlamaCpp, LlamaCppSettings
 from kvgate.gate import Gate
 from kvgate.log import RequestLog
 from kvgate.metrics import Metrics
-from kvgate.ports import LineFailed, Refused
 from kvgate.settings import BadSettings, reloaded
 from kvgate.startup import Child, LogFile
 from kvgate.store.client import connect
@@ -38,14 +39,11 @@ from kvgate.web import Front, WebSettings, served_routes
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from kvgate.core.profile import EngineProfile
     from kvgate.ports import RequestRecord
     from kvgate.settings import Reloaded, Settings
 
 log = logging.getLogger("kvgate.app")
 
-ENGINE_POLL_S = 1.0
-DRAIN_POLL_S = 0.1
 CUT_S = 0.5
 FIRST_LOOK_S = 300.0
 """How long a child engine may take to load its model before the gate gives up on it."""
@@ -91,7 +89,9 @@ class App:
         self._child = Child(command) if command else None
         self._metrics = Metrics()
         self._ledger = LocalLedger(self._clock, settings.engine.drain_max_s)
+        self._life = LifeWatch(self._clock, self._metrics)
         self._engine = self._make_engine(settings.engine.url)
+        self._slots = SlotsWatch(self._engine, self._ledger, self._clock)
         self._health: Health | None = None
         self._stopping = asyncio.Event()
         self._hurrying = asyncio.Event()
@@ -154,12 +154,12 @@ class App:
         if self._child is not None:
             await self._child.start()
             stack.push_async_callback(self._child.stop)
-        await self._first_look(health)
+        await self._first_look()
         jobs = [
             health.tenants.watch(),
             health.tenants_file.watch(),
-            self._watch_engine(health),
-            self._watch_drains(),
+            self._watch_engine(),
+            self._slots.run(),
         ]
         if self._child is not None:
             jobs.append(self._watch_child(self._child))
@@ -171,9 +171,9 @@ class App:
         connections = lambda: self._engine.upstream.open_connections  # noqa: E731 - one expression, handed on at once
         ready = lambda: not health.problems()  # noqa: E731 - likewise
         self._metrics.watch(lambda: self._engine.profile, self._ledger.view, ready, connections)
-        admin = web.AppRunner(
-            admin_app(self._metrics, health.problems, health.warnings, health.status), access_log=None
-        )
+        self._metrics.watch_life(lambda: self._life.life.state, lambda: self._slots.foreign)
+        told = admin_app(self._metrics, health.problems, health.warnings, health.status, self._life.told)
+        admin = web.AppRunner(told, access_log=None)
         admin_url = await _open(stack, admin, self._settings.admin_listen)
         # The grace period is over when the runner is cleaned up: aiohttp would wait another two minutes by itself.
         tenants = web.ServerRunner(health.front.server(), shutdown_timeout=CUT_S)
@@ -221,53 +221,32 @@ class App:
                 async with asyncio.timeout(CUT_S):
                     await front.idle()
 
-    async def _first_look(self, health: Health) -> None:
+    async def _first_look(self) -> None:
         """Wait for a child engine to load its model; look once at an engine that runs elsewhere."""
         deadline = self._clock() + (FIRST_LOOK_S if self._child is not None else 0)
-        while not await self._look_at_engine(health) and self._clock() < deadline and not self._stopping.is_set():
+        while not await self._look_at_engine() and self._clock() < deadline and not self._stopping.is_set():
             if self._child is not None and self._child.ended:
                 raise CannotStart("the engine ended while it was starting; its output is above")
             await asyncio.sleep(0.2)
 
     # -- watchers
 
-    async def _watch_engine(self, health: Health) -> None:
+    async def _watch_engine(self) -> None:
         while True:
             await asyncio.sleep(ENGINE_POLL_S)
-            await self._look_at_engine(health)
+            await self._look_at_engine()
 
-    async def _look_at_engine(self, health: Health) -> bool:
-        try:
-            profile = await self._engine.discover()
-        except Refused as refused:
-            before, health.engine_refusal = health.engine_refusal, refused.refusal
-            if before is None or before.reason is not refused.refusal.reason:
-                extra = {"reason": refused.refusal.reason.label, "cause": refused.detail}
-                log.warning("the engine does not serve", extra=extra)
+    async def _look_at_engine(self) -> bool:
+        look = await look_at(self._engine)
+        self._life.looked(look)
+        profile, reason = self._engine.profile, look.state.value.reason
+        if reason is not None and look.state is not EngineState.UNDERSIZED:
             # Who waits for room on an engine that is gone would wait for nothing.
-            self._ledger.turn_away(refused.refusal.reason)
+            self._ledger.turn_away(reason)
             return False
-        if health.engine_refusal is not None:
-            log.info("the engine serves again")
-        health.engine_refusal = None
-        self._ledger.resize(self._engine.pool(profile))
+        if profile is not None:
+            self._ledger.resize(self._engine.pool(profile))
         return True
-
-    async def _watch_drains(self) -> None:
-        """While anything drains, look at the engine's slots until they show it over."""
-        blind = False
-        while True:
-            await self._ledger.draining.wait()
-            try:
-                if (seen := await self._engine.look()) is not None:
-                    self._ledger.observe(seen)
-                blind = False
-            except (Refused, LineFailed) as problem:
-                if not blind:
-                    log.warning("the slots cannot be looked at, drains wait", extra={"problem": str(problem)})
-                blind = True
-            self._ledger.expire()
-            await asyncio.sleep(DRAIN_POLL_S)
 
     async def _watch_child(self, child: Child) -> None:
         status = await child.wait()
@@ -287,29 +266,11 @@ class App:
                 _engine_settings(self._settings),
                 self._clock,
                 startup_log=startup_log,
-                on_profile=self._engine_profile,
+                on_profile=self._life.profile,
                 api_key=given.api_key,
             )
         except ValueError as error:
             raise CannotStart(str(error)) from None
-
-    def _engine_profile(self, before: EngineProfile | None, now: EngineProfile) -> None:
-        fields = {
-            "n_ctx_slot": str(now.n_ctx_slot),
-            "total_slots": str(now.total_slots),
-            "topology": str(now.topology),
-            "pool_tokens": str(now.pool_tokens),
-            "kv_type": now.kv_type,
-            "build": now.build,
-            "fingerprint": now.fingerprint,
-        }
-        if before is None:
-            log.info("engine found", extra=fields)
-        else:
-            self._metrics.engine_changed()
-            log.warning("the engine is another one now", extra={**fields, "fingerprint_before": before.fingerprint})
-        for warning in profile_warnings(now):
-            log.warning(warning)
 
     async def _open_store(self, stack: AsyncExitStack) -> Health:
         """Open the store, take the engine's place in it, and apply the tenants file."""
@@ -341,7 +302,18 @@ class App:
         except NotApplied as error:
             raise CannotStart(str(error)) from None
         front = self._make_front(tenants)
-        return Health(self._settings, self._engine, self._ledger, self._metrics, tenants, file, lock, front)
+        return Health(
+            self._settings,
+            self._engine,
+            self._ledger,
+            self._metrics,
+            tenants,
+            file,
+            lock,
+            front,
+            self._life,
+            self._slots,
+        )
 
     async def _guard_alone(self, lock: GateLock) -> None:
         """Make sure that no other gate guards this engine with a ledger of its own: both would grant the same KV.

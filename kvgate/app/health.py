@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from kvgate.core.profile import Source
 
 if TYPE_CHECKING:
+    from kvgate.app.engine_watch import LifeWatch, SlotsWatch
     from kvgate.app.tenants_file import TenantsFile
     from kvgate.core.profile import EngineProfile
-    from kvgate.core.reason import Refusal
     from kvgate.engines.llamacpp import LlamaCpp
     from kvgate.metrics import Metrics
     from kvgate.settings import Settings
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 class Health:
     """The state of one gate, read whenever somebody asks.
 
-    `engine_refusal` is why the engine did not serve at the last look at it; `settings_problem` what of the settings,
-    as they were read last, is not in force.
+    `settings_problem` is what of the settings, as they were read last, is not in force.
     """
 
     settings: Settings
@@ -37,24 +36,24 @@ class Health:
     tenants_file: TenantsFile
     lock: GateLock
     front: Front
-    engine_refusal: Refusal | None = None
+    life: LifeWatch
+    slots: SlotsWatch
     settings_problem: str | None = None
 
     def problems(self) -> list[str]:
         """Why requests are not served now; empty while they are."""
         problems = ["this gate is shutting down"] if self.front.draining else []
-        undersized = self.engine.refusal_now()
-        if self.engine_refusal is not None:
-            problems.append(self.engine_refusal.message)
-        elif undersized is not None:
-            problems.append(undersized.refusal.message)
+        if not self.life.life.state.is_served:
+            problems.append(self.life.told()["sentence"])
         return problems
 
     def warnings(self) -> list[str]:
         """What the operator should look at although requests are served."""
         profile, least = self.engine.profile, self.settings.engine.context_tokens_min
-        warnings = [] if profile is None else profile_warnings(profile)
-        if profile is not None and self.engine.is_undersized:
+        warnings = self.life.warnings() + ([] if profile is None else profile_warnings(profile))
+        if (foreign := self.slots.warning()) is not None:
+            warnings.append(foreign)
+        if profile is not None and self.engine.is_undersized and self.settings.engine.on_undersized == "warn":
             found = profile.n_ctx_slot.value
             warnings.append(f"the engine's n_ctx_slot of {found} tokens is below context_tokens_min = {least}")
         if self.tenants.stale_since is not None:
@@ -82,6 +81,7 @@ class Health:
         engine = profile and {"profile": profile, "fingerprint": profile.fingerprint, "kv_type": profile.kv_type}
         return {
             "engine": engine,
+            "engine_life": self.life.told(),
             "ledger": self.ledger.view(),
             "in_flight": self.front.in_flight,
             "upstream_connections": self.engine.upstream.open_connections,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvgate.core.engine_state import Change, EngineState
+from kvgate.core.foreign import ForeignWatch
 from kvgate.core.ledger import Ledger
 from kvgate.core.profile import EngineProfile, Fact, Source, Topology
 from kvgate.core.reason import Reason
@@ -24,6 +26,7 @@ def reference() -> str:
         _section("Settings", _settings("")),
         _section("Tenants file", _settings("tenant.NAME.")),
         _section("Reasons", _reasons()),
+        _section("States of the engine", _states()),
         _section("Headers", _headers()),
         _section("Metrics", _metrics()),
         _section("Paths", _paths()),
@@ -61,6 +64,18 @@ def _reasons() -> Iterator[str]:
         yield f"| `{row.label}` | {row.status} | `{row.code}` | {row.meaning} |"
 
 
+def _states() -> Iterator[str]:
+    yield "`engine.state` in `/readyz`, and the label of `kvgate_engine_state`.\n"
+    yield "| state | what requests get | what to do |\n|---|---|---|"
+    for state in EngineState:
+        row = state.value
+        got = "served" if row.reason is None else f"{row.reason.status} `{row.reason.label}`, with `retry-after`"
+        yield f"| `{row.label}` | {got} | {row.to_do} |"
+    yield "\n| change (`engine.changed`, `kvgate_engine_changes_total`) | the engine was |\n|---|---|"
+    for change in Change:
+        yield f"| `{change.label}` | {change.value[1]} |"
+
+
 def _headers() -> Iterator[str]:
     yield "| header | meaning |\n|---|---|"
     for name, meaning in HEADERS.items():
@@ -74,6 +89,7 @@ def _metrics() -> Iterator[str]:
     profile = _sample_profile()
     view = Ledger(profile.pool()).view()
     metrics.watch(lambda: profile, lambda: view, lambda: True, lambda: 0)
+    metrics.watch_life(lambda: EngineState.SERVING, ForeignWatch)
     for name, kind, labels, meaning in metrics.described():
         yield f"| `{name}` | {kind} | {', '.join(labels)} | {meaning} |"
 

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvgate.core.foreign import Tally
 from kvgate.core.reason import Reason
 
 if TYPE_CHECKING:
@@ -161,6 +162,7 @@ class Ledger:
     _queue: dict[str, _Waiting] = field(default_factory=dict)
     _hold_s: float = 2.0
     _overdue: int = 0
+    _granted: int = 0
 
     def reserve(self, reservation: Reservation, now_s: float) -> Lease | Ticket | Denied:
         """Take the cells and slots now, or queue, or refuse; check everything first, then take."""
@@ -251,6 +253,10 @@ class Ledger:
         """How many of this tenant's requests wait."""
         return sum(w.reservation.tenant == tenant for w in self._queue.values())
 
+    def tally(self) -> Tally:
+        """The sequences held now, and those granted since start: what busy slots are compared with."""
+        return Tally(sum(held.reservation.size.sequences for held in self._held.values()), self._granted)
+
     def view(self) -> LedgerView:
         """What is held and who waits, now."""
         running: Counter[str] = Counter()
@@ -329,6 +335,7 @@ class Ledger:
     def _take(self, waiting: _Waiting, now_s: float) -> Lease:
         reservation = waiting.reservation
         cells = self.pool.cells(reservation.size)
+        self._granted += reservation.size.sequences
         self._held[reservation.lease_id] = _Held(reservation, cells, now_s)
         return Lease(reservation.lease_id, cells, reservation.size.sequences, now_s - waiting.since_s)
 

@@ -192,7 +192,7 @@ class Reason(Enum):
         "engine_unreachable",
         _DOWN,
         "The inference server cannot be reached. Try again in {retry_after_s} s.",
-        "No connection to `engine.url`. The log names the cause.",
+        "No connection to `engine.url`, or no answer on it. `/readyz` and the log name the cause.",
     )
     ENGINE_LOADING = Row(
         "engine_loading",

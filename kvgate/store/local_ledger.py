@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
+from kvgate.core.foreign import Tally
 from kvgate.core.ledger import Denied, Lease, Ledger, LedgerView
 from kvgate.core.reason import Reason
 
@@ -113,6 +114,10 @@ class LocalLedger:
     def view(self) -> LedgerView | None:
         """What is held and who waits; None before the first request."""
         return None if self._ledger is None else self._ledger.view()
+
+    def tally(self) -> Tally:
+        """See `core.ledger.Ledger.tally`."""
+        return Tally() if self._ledger is None else self._ledger.tally()
 
     def _sized(self, pool: KvPool) -> Ledger:
         if self._ledger is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import os
 import signal
 import subprocess
@@ -38,6 +37,19 @@ async def _running(gate: RunningGate, number: int) -> None:
         await asyncio.sleep(0.02)
 
 
+async def _decoding(engine: EngineProcess, number: int) -> None:
+    """Return once that many answers have begun."""
+    deadline = time.monotonic() + 30
+    async with aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(f"{engine.url}/slots") as answer:
+                slots = await answer.json()
+            if sum(any(one["n_decoded"] > 1 for one in slot.get("next_token", ())) for slot in slots) >= number:
+                return
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+
+
 async def test_an_identical_restart_keeps_what_the_log_tells(engine: EngineProcess, start_gate: StartGate) -> None:
     """A log that was begun anew by the same command has the same length, and is another one all the same."""
     gate = start_gate(engine.url, flags=["--engine-log", str(engine.log_path)])
@@ -53,22 +65,21 @@ async def test_an_identical_restart_keeps_what_the_log_tells(engine: EngineProce
 async def test_nobody_waits_for_an_engine_that_is_gone(engine: EngineProcess, start_gate: StartGate) -> None:
     """A crash ends what runs with an error and turns away at once who queues; what comes back serves."""
     gate = start_gate(engine.url, flags=["--engine-log", str(engine.log_path)])
-    whole_running = asyncio.create_task(post(gate.url, LONG))
-    headers = {"x-api-key": "sk-demo"}
-    async with (
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session,
-        session.post(f"{gate.url}/v1/chat/completions", json={**LONG, "stream": True}, headers=headers) as stream,
-    ):
-        assert stream.status == 200  # its head comes with its first bytes
-        await _running(gate, 2)
-        queued = asyncio.create_task(post(gate.url, LONG))
-        await asyncio.sleep(0.2)
-        engine.kill()
-        begun = time.monotonic()
-        whole, (*_, error, done, _) = await whole_running, (await stream.read()).split(b"\n\n")
+    running = [asyncio.create_task(post(gate.url, body)) for body in (LONG, {**LONG, "stream": True})]
+    await _running(gate, 2)
+    await _decoding(engine, 2)
+    queued = asyncio.create_task(post(gate.url, LONG))
+    deadline = time.monotonic() + 30
+    while (await asyncio.to_thread(gate.status))["ledger"]["waiting"] < 1:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+    engine.kill()
+    begun = time.monotonic()
+    whole, stream = await asyncio.gather(*running)
     assert (whole.status, whole.error["code"]) == (502, "engine_failed")
-    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "engine_failed"
-    assert done == b"data: [DONE]"
+    assert stream.status == 200
+    assert stream.events[-2]["error"]["code"] == "engine_failed"
+    assert stream.events[-1] == "[DONE]"
     turned_away = await queued
     assert (turned_away.status, turned_away.error["code"]) == (503, "engine_unreachable")
     assert time.monotonic() - begun < 8

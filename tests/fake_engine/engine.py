@@ -39,6 +39,9 @@ class FakeEngine:
         self.media_marker: str | None = _marker()
         self.build = "b0-unknown"
         self.loading = False
+        self.asleep = False
+        self.wakes = 0
+        self.load_s = 0.0
         self.slots_shown = True
         self.words: tuple[str, ...] = WORDS
         self.cached_tokens = 0
@@ -145,7 +148,7 @@ class FakeEngine:
             "endpoint_metrics": False,
             "chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}",
             "build_info": self.build,
-            "is_sleeping": False,
+            "is_sleeping": self.asleep,
         }
 
     def models(self) -> dict[str, Any]:

@@ -20,6 +20,10 @@ INVALID = "invalid_request_error"
 async def usual(exchange: Exchange) -> None:
     """What llama-server replies."""
     engine, request = exchange.engine, exchange.request
+    if engine.asleep and (request.method == "POST" or request.path == "/slots"):
+        engine.asleep = False  # from here on, though the model is not loaded yet (seen)
+        engine.wakes += 1
+        await asyncio.sleep(engine.load_s)
     shown = {"/health": {"status": "ok"}, "/props": engine.props(), "/v1/models": engine.models()}
     if engine.loading:
         error = {"message": "Loading model", "type": "unavailable_error", "code": 503}

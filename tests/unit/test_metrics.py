@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvgate.core.ask import Size, Usage
+from kvgate.core.engine_state import Change, EngineState
+from kvgate.core.foreign import ForeignWatch
 from kvgate.core.ledger import LedgerView, Reservation
 from kvgate.core.profile import EngineProfile, Fact, Source, Topology
 from kvgate.core.tenant import Quota
@@ -112,10 +114,13 @@ def test_engine_overflows_are_remembered_for_readiness() -> None:
 
 
 def test_an_engine_that_was_replaced_is_counted() -> None:
+    """By what it became; every word of the table is there from the start, so that an alert can count on it."""
     metrics = Metrics()
-    assert value(metrics, "kvgate_engine_changes_total") == 0
-    metrics.engine_changed()
-    assert value(metrics, "kvgate_engine_changes_total") == 1
+    for change in Change:
+        assert value(metrics, "kvgate_engine_changes_total", what=change.label) == 0
+    metrics.engine_changed(Change.SMALLER, 1000.5)
+    assert value(metrics, "kvgate_engine_changes_total", what="smaller") == 1
+    assert value(metrics, "kvgate_engine_changes_total", what="restarted") == 0
 
 
 def test_no_label_grows_with_traffic() -> None:
@@ -179,6 +184,28 @@ def test_gauges_are_read_at_each_scrape() -> None:
     world.ready, world.connections = True, 3
     assert value(world.metrics, "kvgate_ready") == 1
     assert value(world.metrics, "kvgate_upstream_connections") == 3
+
+
+def test_every_state_has_a_sample_and_one_of_them_is_1() -> None:
+    """An alert on one state needs no other: those that the engine is not in are 0, not absent."""
+    state = EngineState.SERVING
+    metrics = Metrics()
+    metrics.watch_life(lambda: state, ForeignWatch)
+    for state in EngineState:
+        found = {one: value(metrics, "kvgate_engine_state", state=one.label) for one in EngineState}
+        assert found == {one: float(one is state) for one in EngineState}
+
+
+def test_a_change_and_foreign_traffic_have_their_figures() -> None:
+    metrics, foreign = Metrics(), ForeignWatch()
+    metrics.watch_life(lambda: EngineState.SERVING, lambda: foreign)
+    assert value(metrics, "kvgate_engine_changed_timestamp_seconds") == 0
+    assert value(metrics, "kvgate_foreign_sightings_total") == value(metrics, "kvgate_foreign_slots") == 0
+    metrics.engine_changed(Change.SMALLER, 1000.5)
+    foreign = ForeignWatch(slots=2, sightings=3)
+    assert value(metrics, "kvgate_engine_changed_timestamp_seconds") == 1000.5
+    assert value(metrics, "kvgate_foreign_slots") == 2
+    assert value(metrics, "kvgate_foreign_sightings_total") == 3
 
 
 def test_an_engine_that_was_never_seen_has_no_gauges() -> None:

@@ -147,7 +147,7 @@ async def test_an_error_of_the_engine_is_said_in_the_dialect(status: int, messag
     assert "launch code" not in story.client.body.decode() + repr(relayed)
     headers = {"Content-Type": "application/json", "x-kvgate-reason": reason.label, **OWN}
     if reason is Reason.ENGINE_LOADING:
-        headers["retry-after"] = "2"
+        headers["retry-after"] = "5"
     assert story.client.headers == headers
     assert (story.receipt.ended, story.receipt.told) == (True, None)
 
