@@ -179,5 +179,6 @@ async def _check_nothing_is_left(engine: EngineProcess, gate: RunningGate, befor
     await _until(lambda: gate.status()["upstream_connections"] <= 2, "rid of its connections", 20)
     async with aiohttp.ClientSession() as session, session.get(f"{engine.url}/slots") as answer:
         assert not any(slot["is_processing"] for slot in await answer.json())
+    assert gate.metric("kvgate_foreign_slots") == gate.metric("kvgate_foreign_sightings_total") == 0
     assert "Context size has been exceeded" not in engine.log()
     assert not gate.log_lines("kvgate failed on a request")

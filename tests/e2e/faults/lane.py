@@ -124,7 +124,7 @@ stop_grace_s = 0
         )
         app = App(load(config, {}, {}), announce=lambda url, _: listening.set_result(url))
         running = asyncio.create_task(app.run())
-        running.add_done_callback(lambda _: None if listening.done() else listening.cancel())
+        running.add_done_callback(lambda task: _ended(task, listening))
         lane = Lane(engine, app, await listening)
         try:
             await lane.warm_up()
@@ -132,3 +132,9 @@ stop_grace_s = 0
         finally:
             app.stop()
             await running
+
+
+def _ended(running: asyncio.Task[int], listening: asyncio.Future[str]) -> None:
+    """A gate that ends before it listens says why."""
+    if not listening.done():
+        listening.set_exception(running.exception() or RuntimeError("the gate ended before it listened"))
