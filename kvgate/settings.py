@@ -165,6 +165,13 @@ class TenantSection(_Section):
     kv_tokens_max: int | None = Field(None, ge=1, description="Quota. KV tokens held at once.")
     queue_max: int = Field(64, ge=0, description="Quota. Requests that may wait.")
     queue_timeout_s: float = Field(30.0, gt=0, le=3600, description="Quota. Seconds that a request may wait.")
+    requests_per_minute: int | None = Field(None, ge=1, description="Quota. Requests in any 60 seconds.")
+    tokens_per_minute: int | None = Field(
+        None,
+        ge=1,
+        description="Quota. Tokens in any 60 seconds: prompt and output limit, then what was used. A larger request "
+        "goes alone.",
+    )
 
     def tenant(self, name: str) -> Tenant:
         """The tenant that this section declares."""
@@ -181,6 +188,8 @@ class TenantSection(_Section):
                 kv_tokens_max=self.kv_tokens_max,
                 queue_max=self.queue_max,
                 queue_timeout_s=self.queue_timeout_s,
+                requests_per_minute=self.requests_per_minute,
+                tokens_per_minute=self.tokens_per_minute,
             ),
             models=None if self.models is None else frozenset(self.models),
         )

@@ -186,6 +186,23 @@ class Reason(Enum):
         "No room came free for this request within {queue_timeout_s:g} s. Try again in {retry_after_s} s.",
         "Waited `queue_timeout_s` for slots, KV tokens or the tenant's own share.",
     )
+    REQUESTS_PER_MINUTE = Row(
+        "requests_per_minute",
+        429,
+        "rate_limit_exceeded",
+        _BUSY,
+        "You have sent as many requests as you may in a minute. Try again in {retry_after_s} s.",
+        "The tenant's `requests_per_minute` is reached: those of the last 60 s that were let in or wait.",
+    )
+    TOKENS_PER_MINUTE = Row(
+        "tokens_per_minute",
+        429,
+        "rate_limit_exceeded",
+        _BUSY,
+        "You have asked for as many tokens as you may in a minute. Try again in {retry_after_s} s.",
+        "The tenant's `tokens_per_minute` is reached: prompts and output limits of the last 60 s, corrected by what "
+        "the requests took.",
+    )
     ENGINE_UNREACHABLE = Row(
         "engine_unreachable",
         503,

@@ -12,7 +12,8 @@ from kvgate.core.reason import Reason
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvgate.core.ledger import Reservation, SlotsSeen
+    from kvgate.core.drain import SlotsSeen
+    from kvgate.core.ledger import Reservation
     from kvgate.core.pool import KvPool
     from kvgate.ports import Clock
 
@@ -66,10 +67,10 @@ class LocalLedger:
         if self._ledger is not None:
             self._ledger.answered(lease_id, self._clock())
 
-    async def settle(self, lease_id: str, *, ended: bool) -> None:
+    async def settle(self, lease_id: str, *, ended: bool, used_tokens: int | None = None) -> None:
         """See `core.ledger.Ledger.settle`."""
         if self._ledger is not None:
-            self._wake(self._ledger.settle(lease_id, self._clock(), ended=ended))
+            self._wake(self._ledger.settle(lease_id, self._clock(), ended=ended, used_tokens=used_tokens))
             self._show_draining()
 
     def observe(self, seen: SlotsSeen) -> None:

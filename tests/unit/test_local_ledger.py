@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from kvgate.core.ask import Size
-from kvgate.core.ledger import BusySlot, Denied, Lease, LedgerView, Reservation, SlotsSeen
+from kvgate.core.drain import BusySlot, SlotsSeen
+from kvgate.core.ledger import Denied, Lease, LedgerView, Reservation
 from kvgate.core.pool import KvPool
 from kvgate.core.reason import Reason
 from kvgate.core.tenant import Quota
