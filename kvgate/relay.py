@@ -57,8 +57,8 @@ async def relay(
     The receipt says `ended` only where the engine's answer came to its proper end; everything else drains.
     """
     line = admitted.line
-    admitted.start()
     try:
+        admitted.start()
         head = await line.send("POST", path, {"Content-Type": "application/json"}, admitted.body)  # 1
     except LineFailed as failed:
         return await _refuse(Reason.ENGINE_FAILED, dialect, client, headers, f"before the head: {failed}")

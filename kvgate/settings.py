@@ -69,13 +69,26 @@ class EngineSettings(_Section):
 
 
 class StoreSettings(_Section):
-    """Redis or Valkey, which holds tenants and keys."""
+    """Redis or Valkey, which holds tenants, keys and the ledger."""
 
     url: str | None = Field(
         None, description="redis://, rediss:// or unix:// URL; none starts a private Valkey in data_dir."
     )
     data_dir: Path | None = Field(
         None, description="Where the embedded Valkey keeps its data; default: .kvgate beside the configuration."
+    )
+    lease_ttl_s: float = Field(
+        15.0, ge=1, le=300, description="Seconds after which what a gate held that is not heard of drains."
+    )
+    on_outage: Literal["local", "reject"] = Field(
+        "local",
+        description="Without the store: let in within what this gate held, while its leases last, or nobody.",
+    )
+    outage_reserve_slots: int = Field(
+        0,
+        ge=0,
+        description="Slots, each with its part of the pool, that this gate may use without the store for as long as "
+        "it is out. All gates' reserves together must not exceed the engine.",
     )
 
 

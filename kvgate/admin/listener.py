@@ -11,7 +11,7 @@ from aiohttp import web
 from kvgate.metrics import CONTENT_TYPE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from kvgate.metrics import Metrics
 
@@ -21,11 +21,13 @@ def admin_app(
     problems: Callable[[], list[str]],
     warnings: Callable[[], list[str]],
     status: Callable[[], dict[str, Any]],
+    refresh: Callable[[], Awaitable[None]],
 ) -> web.Application:
     """The operator's application.
 
     `/healthz`: the process answers. `/readyz`: 200 while requests are served, else 503; with the sentences
-    that say why not, and the warnings. `/metrics`: for Prometheus. `/status`: everything, as JSON.
+    that say why not, and the warnings. `/metrics`: for Prometheus. `/status`: everything, as JSON. The last two
+    `refresh` first, which a store that hangs can delay by no more than its timeout.
     """
 
     async def healthz(_: web.Request) -> web.Response:
@@ -37,9 +39,11 @@ def admin_app(
         return web.json_response(body, status=503 if found else 200)
 
     async def exposition(_: web.Request) -> web.Response:
+        await refresh()
         return web.Response(body=metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
     async def everything(_: web.Request) -> web.Response:
+        await refresh()
         return web.json_response(status(), dumps=lambda value: json.dumps(value, default=_plain, indent=2) + "\n")
 
     app = web.Application()

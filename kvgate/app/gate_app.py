@@ -28,8 +28,7 @@ from kvgate.startup import Child, LogFile
 from kvgate.store.client import connect
 from kvgate.store.embedded import EmbeddedValkey
 from kvgate.store.errors import StoreUnavailable
-from kvgate.store.gate_lock import GateLock
-from kvgate.store.local_ledger import LocalLedger
+from kvgate.store.shared_ledger import SharedLedger, SharedSettings, engine_id
 from kvgate.store.tenants import ValkeyTenants
 from kvgate.web import Front, WebSettings, served_routes
 
@@ -82,7 +81,6 @@ class App:
         self._clock = time.monotonic
         self._child = Child(command) if command else None
         self._metrics = Metrics()
-        self._ledger = LocalLedger(self._clock, settings.engine.drain_max_s)
         self._engine = self._make_engine(settings.engine.url)
         self._health: Health | None = None
         self._stopping = asyncio.Event()
@@ -126,7 +124,7 @@ class App:
             health.tenants.watch(),
             health.tenants_file.watch(),
             self._watch_engine(health),
-            self._watch_drains(),
+            self._watch_drains(health.ledger),
         ]
         if self._child is not None:
             jobs.append(self._watch_child(self._child))
@@ -137,9 +135,11 @@ class App:
         """Open both listeners, the operator's first: what it says is true before the first request comes."""
         connections = lambda: self._engine.upstream.open_connections  # noqa: E731 - one expression, handed on at once
         ready = lambda: not health.problems()  # noqa: E731 - likewise
-        self._metrics.watch(lambda: self._engine.profile, self._ledger.view, ready, connections)
+        store_out = lambda: health.ledger.is_out  # noqa: E731 - likewise
+        self._metrics.watch(lambda: self._engine.profile, health.ledger.view, ready, connections, store_out)
         admin = web.AppRunner(
-            admin_app(self._metrics, health.problems, health.warnings, health.status), access_log=None
+            admin_app(self._metrics, health.problems, health.warnings, health.status, health.ledger.refresh),
+            access_log=None,
         )
         admin_url = await _open(stack, admin, self._settings.admin_listen)
         # The grace period is over when the runner is cleaned up: aiohttp would wait another two minutes by itself.
@@ -211,28 +211,28 @@ class App:
                 extra = {"reason": refused.refusal.reason.label, "cause": refused.detail}
                 log.warning("the engine does not serve", extra=extra)
             # Who waits for room on an engine that is gone would wait for nothing.
-            self._ledger.turn_away(refused.refusal.reason)
+            health.ledger.turn_away(refused.refusal.reason)
             return False
         if health.engine_refusal is not None:
             log.info("the engine serves again")
         health.engine_refusal = None
-        self._ledger.resize(self._engine.pool(profile))
+        await health.ledger.resize(self._engine.pool(profile))
         return True
 
-    async def _watch_drains(self) -> None:
+    async def _watch_drains(self, ledger: SharedLedger) -> None:
         """While anything drains, look at the engine's slots until they show it over."""
         blind = False
         while True:
-            await self._ledger.draining.wait()
+            await ledger.draining.wait()
             try:
                 if (seen := await self._engine.look()) is not None:
-                    self._ledger.observe(seen)
+                    await ledger.observe(seen)
                 blind = False
             except (Refused, LineFailed) as problem:
                 if not blind:
                     log.warning("the slots cannot be looked at, drains wait", extra={"problem": str(problem)})
                 blind = True
-            self._ledger.expire()
+            await ledger.expire()
             await asyncio.sleep(DRAIN_POLL_S)
 
     async def _watch_child(self, child: Child) -> None:
@@ -285,7 +285,7 @@ class App:
             log.warning(warning)
 
     async def _open_store(self, stack: AsyncExitStack) -> Health:
-        """Open the store, take the engine's place in it, and apply the tenants file."""
+        """Open the store, the ledger in it, and apply the tenants file."""
         given = self._settings.store
         try:
             url = given.url
@@ -304,38 +304,31 @@ class App:
             raise CannotStart(f"the store did not answer within {STORE_TIMEOUT_S:g} s") from None
         except (StoreUnavailable, ValueError) as error:
             raise CannotStart(f"the store is not to be had: {error}") from None
-        lock = GateLock(client, str(self._settings.engine.url))
-        await self._guard_alone(lock)
-        stack.push_async_callback(lock.give_back)
-        await self._run_beside(stack, [lock.hold()])
+        ledger = SharedLedger(
+            client,
+            engine_id(str(self._settings.engine.url)),
+            self._clock,
+            SharedSettings(
+                lease_ttl_s=given.lease_ttl_s,
+                drain_max_s=self._settings.engine.drain_max_s,
+                local=given.on_outage == "local",
+                reserve_slots=given.outage_reserve_slots,
+            ),
+        )
+        stack.push_async_callback(ledger.leave)
+        await self._run_beside(stack, [ledger.run()])
         file = TenantsFile(self._settings, tenants)
         try:
             await file.apply()
         except NotApplied as error:
             raise CannotStart(str(error)) from None
-        front = self._make_front(tenants)
-        return Health(self._settings, self._engine, self._ledger, self._metrics, tenants, file, lock, front)
+        front = self._make_front(tenants, ledger)
+        return Health(self._settings, self._engine, ledger, self._metrics, tenants, file, front)
 
-    async def _guard_alone(self, lock: GateLock) -> None:
-        """Make sure that no other gate guards this engine with a ledger of its own: both would grant the same KV.
-
-        Raises:
-            CannotStart: another gate does.
-        """
-        try:
-            await lock.take()
-        except StoreUnavailable as error:
-            raise CannotStart(str(error)) from None
-        if lock.rival is not None:
-            raise CannotStart(
-                f"another gate ({lock.rival}) already guards {self._settings.engine.url} with the same store. Each "
-                "gate has a ledger of its own so far, so two would promise the same KV twice: stop the other one"
-            )
-
-    def _make_front(self, tenants: ValkeyTenants) -> Front:
+    def _make_front(self, tenants: ValkeyTenants, ledger: SharedLedger) -> Front:
         given = self._settings.http
         return Front(
-            Gate(self._engine, self._ledger, new_id=lambda: secrets.token_hex(16)),
+            Gate(self._engine, ledger, new_id=lambda: secrets.token_hex(16)),
             self._engine,
             tenants=tenants,
             routes=served_routes(),

@@ -245,6 +245,15 @@ class Reason(Enum):
         "The inference server was replaced while this request waited. Try again in {retry_after_s} s.",
         "The engine changed more than once between the count and the start of one request.",
     )
+    STORE_OUT = Row(
+        "store_out",
+        503,
+        "store_out",
+        _DOWN,
+        "This gate cannot reach its ledger, and may not let more in without it. Try again in {retry_after_s} s.",
+        "The store is out, and the request does not fit into what this gate held when the store last answered "
+        '(`store.on_outage = "local"`), or nothing is let in without the store (`"reject"`).',
+    )
     GATE_DRAINING = Row(
         "gate_draining",
         503,

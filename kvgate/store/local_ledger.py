@@ -92,6 +92,19 @@ class LocalLedger:
                 denied = Denied(lease_id, reason, 0, self._ledger.retry_after_s())
                 self._wake([denied])
 
+    def adopt(self, reservation: Reservation, cells: int, handed_s: float | None, answered_s: float | None) -> None:
+        """Count a lease that another ledger granted, once the pool is known."""
+        if self._ledger is not None:
+            self._ledger.restore(reservation, cells, self._clock())
+            if handed_s is not None:
+                self._ledger.hand_over(reservation.lease_id, handed_s)
+            if answered_s is not None:
+                self._ledger.answered(reservation.lease_id, answered_s)
+
+    def holds(self, lease_id: str) -> bool:
+        """Whether anything is held under this id, running or draining."""
+        return self._ledger is not None and self._ledger.holds(lease_id)
+
     def resize(self, pool: KvPool) -> None:
         """Another engine is there now: guard its pool from here on."""
         self._sized(pool)
