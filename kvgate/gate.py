@@ -153,7 +153,8 @@ class Gate:
         finally:
             if held.line is not None:
                 held.line.release()
-            await asyncio.shield(self._ledger.settle(held.lease_id, ended=held.receipt.ended))
+            ended, used_tokens = held.receipt.ended, held.used_tokens()
+            await asyncio.shield(self._ledger.settle(held.lease_id, ended=ended, used_tokens=used_tokens))
 
     @asynccontextmanager
     async def _judged(self, call: Call, request: ReadRequest) -> AsyncIterator[Admitted | Rejected | None]:
@@ -167,6 +168,7 @@ class Gate:
             counted = await engine.count(call.dialect.name, request, call.body)
             if request.ask.model is None:  # then the engine's own is meant
                 _check_model(next(iter(counted.profile.models), ""), tenant)
+            held.prompts = counted.prompts
             pool = engine.pool(counted.profile)
             verdict = decide(request.ask, counted.prompts, pool, tenant)
             asked = Asked.of(request.ask, counted.prompts, pool)
@@ -244,6 +246,14 @@ class _Held:
     lease_id: str
     line: Line | None = None
     receipt: Receipt = field(default_factory=Receipt)
+    prompts: tuple[int, ...] = ()
+
+    def used_tokens(self) -> int | None:
+        """What the request took, where the answer told all of it; else what was reserved stays charged."""
+        told = self.receipt.told
+        if told is None or told.untold:
+            return None
+        return told.usage.prompt_tokens + sum(self.prompts[told.prompts :]) + told.usage.output_tokens
 
 
 def _check_model(model: str | None, tenant: Tenant) -> None:

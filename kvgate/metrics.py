@@ -120,9 +120,10 @@ class Metrics:
         ledger: Callable[[], LedgerView | None],
         ready: Callable[[], bool],
         connections: Callable[[], int],
+        store_out: Callable[[], bool] = lambda: False,
     ) -> None:
         """Read these at each scrape."""
-        state = _State(profile, ledger, ready, connections)
+        state = _State(profile, ledger, ready, connections, store_out)
         self._states.append(state)
         self.registry.register(state)
 
@@ -155,9 +156,10 @@ class _State:
         ledger: Callable[[], LedgerView | None],
         ready: Callable[[], bool],
         connections: Callable[[], int],
+        store_out: Callable[[], bool],
     ) -> None:
         self._profile, self._ledger = profile, ledger
-        self._ready, self._connections = ready, connections
+        self._ready, self._connections, self._store_out = ready, connections, store_out
 
     def describe(self) -> Iterator[Metric]:
         """Nothing is collected while registering."""
@@ -166,6 +168,11 @@ class _State:
     def collect(self) -> Iterator[Metric]:
         """All gauges, now."""
         yield GaugeMetricFamily("kvgate_ready", "1 while requests are served.", value=float(self._ready()))
+        yield GaugeMetricFamily(
+            "kvgate_store_out",
+            "1 while the store is out; the ledger's figures are then this gate's alone.",
+            value=float(self._store_out()),
+        )
         yield GaugeMetricFamily(
             "kvgate_upstream_connections", "Open connections to the engine.", value=self._connections()
         )

@@ -279,7 +279,7 @@ class LedgerPort(Protocol):
     def answered(self, lease_id: str) -> None:
         """The engine has begun to answer."""
 
-    async def settle(self, lease_id: str, *, ended: bool) -> None:
+    async def settle(self, lease_id: str, *, ended: bool, used_tokens: int | None = None) -> None:
         """Give back what the id holds, if anything; see `core.ledger.Ledger.settle`."""
 
 

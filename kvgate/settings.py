@@ -77,13 +77,26 @@ class EngineSettings(_Section):
 
 
 class StoreSettings(_Section):
-    """Redis or Valkey, which holds tenants and keys."""
+    """Redis or Valkey, which holds tenants, keys and the ledger."""
 
     url: str | None = Field(
         None, description="redis://, rediss:// or unix:// URL; none starts a private Valkey in data_dir."
     )
     data_dir: Path | None = Field(
         None, description="Where the embedded Valkey keeps its data; default: .kvgate beside the configuration."
+    )
+    lease_ttl_s: float = Field(
+        15.0, ge=1, le=300, description="Seconds after which what a gate held that is not heard of drains."
+    )
+    on_outage: Literal["local", "reject"] = Field(
+        "local",
+        description="Without the store: let in within what this gate held, while its leases last, or nobody.",
+    )
+    outage_reserve_slots: int = Field(
+        0,
+        ge=0,
+        description="Slots, each with its part of the pool, that this gate may use without the store for as long as "
+        "it is out. All gates' reserves together must not exceed the engine.",
     )
 
 
@@ -177,6 +190,13 @@ class TenantSection(_Section):
     kv_tokens_max: int | None = Field(None, ge=1, description="Quota. KV tokens held at once.")
     queue_max: int = Field(64, ge=0, description="Quota. Requests that may wait.")
     queue_timeout_s: float = Field(30.0, gt=0, le=3600, description="Quota. Seconds that a request may wait.")
+    requests_per_minute: int | None = Field(None, ge=1, description="Quota. Requests in any 60 seconds.")
+    tokens_per_minute: int | None = Field(
+        None,
+        ge=1,
+        description="Quota. Tokens in any 60 seconds: prompt and output limit, then what was used. A larger request "
+        "goes alone.",
+    )
 
     def tenant(self, name: str) -> Tenant:
         """The tenant that this section declares."""
@@ -193,6 +213,8 @@ class TenantSection(_Section):
                 kv_tokens_max=self.kv_tokens_max,
                 queue_max=self.queue_max,
                 queue_timeout_s=self.queue_timeout_s,
+                requests_per_minute=self.requests_per_minute,
+                tokens_per_minute=self.tokens_per_minute,
             ),
             models=None if self.models is None else frozenset(self.models),
         )
@@ -235,7 +257,6 @@ RELOADABLE: Final = frozenset(
         "engine.pool_tokens",
         "engine.pool_headroom_ratio",
         "engine.margin_tokens",
-        "engine.drain_max_s",
         "engine.idle_timeout_s",
         "http.body_bytes_max",
         "http.body_timeout_s",

@@ -11,23 +11,25 @@ from aiohttp import web
 from kvgate.metrics import CONTENT_TYPE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from kvgate.metrics import Metrics
 
 
 def admin_app(
     metrics: Metrics,
+    *,
     problems: Callable[[], list[str]],
     warnings: Callable[[], list[str]],
     status: Callable[[], dict[str, Any]],
     engine: Callable[[], dict[str, Any]],
+    refresh: Callable[[], Awaitable[None]],
 ) -> web.Application:
     """The operator's application.
 
     `/healthz`: the process answers. `/readyz`: 200 while requests are served, else 503; with the sentences
     that say why not, the warnings, and the engine's state. `/metrics`: for Prometheus. `/status`: everything, as
-    JSON.
+    JSON. The last two `refresh` first, which a store that hangs can delay by no more than its timeout.
     """
 
     async def healthz(_: web.Request) -> web.Response:
@@ -39,9 +41,11 @@ def admin_app(
         return web.json_response(body, status=503 if found else 200)
 
     async def exposition(_: web.Request) -> web.Response:
+        await refresh()
         return web.Response(body=metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
     async def everything(_: web.Request) -> web.Response:
+        await refresh()
         return web.json_response(status(), dumps=lambda value: json.dumps(value, default=_plain, indent=2) + "\n")
 
     app = web.Application()

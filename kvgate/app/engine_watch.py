@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvgate.app.health import profile_warnings
 from kvgate.core.engine_state import Change, EngineLife, EngineState, Look, change_between, look_refused
@@ -14,12 +14,13 @@ from kvgate.core.reason import Reason
 from kvgate.ports import LineFailed, Refused
 
 if TYPE_CHECKING:
+    from kvgate.core.drain import SlotsSeen
     from kvgate.core.foreign import Tally
+    from kvgate.core.ledger import LedgerView
     from kvgate.core.profile import EngineProfile
     from kvgate.engines.llamacpp import LlamaCpp
     from kvgate.metrics import Metrics
     from kvgate.ports import Clock
-    from kvgate.store.local_ledger import LocalLedger
 
 log = logging.getLogger("kvgate.engine")
 
@@ -104,6 +105,24 @@ async def look_at(engine: LlamaCpp) -> Look:
     return Look(EngineState.ASLEEP if engine.is_asleep else EngineState.SERVING)
 
 
+class SlotsLedger(Protocol):
+    """What the watch needs of the ledger; see `store.shared_ledger`."""
+
+    draining: asyncio.Event
+
+    async def observe(self, seen: SlotsSeen) -> None:
+        """A look at the engine's slots."""
+
+    async def expire(self) -> None:
+        """Have time's own work done."""
+
+    async def tally(self) -> Tally | None:
+        """The sequences held now, and those granted so far, of all gates; None where nobody knows."""
+
+    def view(self) -> LedgerView | None:
+        """What is held and who waits."""
+
+
 class SlotsWatch:
     """Looks at the slots: often while something drains, now and then for foreign traffic, never two at once.
 
@@ -117,7 +136,7 @@ class SlotsWatch:
         clock: seconds.
     """
 
-    def __init__(self, engine: LlamaCpp, ledger: LocalLedger, clock: Clock) -> None:
+    def __init__(self, engine: LlamaCpp, ledger: SlotsLedger, clock: Clock) -> None:
         self._engine = engine
         self._ledger = ledger
         self._clock = clock
@@ -132,19 +151,21 @@ class SlotsWatch:
                 async with asyncio.timeout(FOREIGN_POLL_S):
                     await self._ledger.draining.wait()
             except TimeoutError:
-                if not self._wants_look():
+                if not await self._wants_look():
                     continue
             await self._look()
-            self._ledger.expire()
+            await self._ledger.expire()
             await asyncio.sleep(DRAIN_POLL_S)
 
-    def _wants_look(self) -> bool:
-        now = self._ledger.tally()
-        return now.held > 0 or now.granted != self._granted_seen or self.foreign.wants_look
+    async def _wants_look(self) -> bool:
+        now = await self._ledger.tally()
+        is_used = now is not None and (now.held > 0 or now.granted != self._granted_seen)
+        return is_used or self.foreign.wants_look
 
     async def _look(self) -> None:
-        asked = self._ledger.tally()
-        self._granted_seen = asked.granted
+        asked = await self._ledger.tally()
+        if asked is not None:
+            self._granted_seen = asked.granted
         try:
             seen = await self._engine.look()
         except (Refused, LineFailed) as problem:
@@ -156,12 +177,15 @@ class SlotsWatch:
         self._blind = False
         if seen is None:
             return
-        self._compare(len(seen.busy), asked, seen.asked_at_s)
-        self._ledger.observe(seen)
+        await self._compare(len(seen.busy), asked, seen.asked_at_s)
+        await self._ledger.observe(seen)
 
-    def _compare(self, busy: int, asked: Tally, asked_at_s: float) -> None:
-        found = surplus(busy, asked, self._ledger.tally())
-        self._note(self.foreign.looked(found, asked_at_s, self._clock()))
+    async def _compare(self, busy: int, asked: Tally | None, asked_at_s: float) -> None:
+        answered = await self._ledger.tally()
+        if asked is None or answered is None or answered.granted < asked.granted:  # another ledger, or none
+            self._note(self.foreign.unseen(self._clock()))
+        else:
+            self._note(self.foreign.looked(surplus(busy, asked, answered), asked_at_s, self._clock()))
 
     def _note(self, foreign: ForeignWatch) -> None:
         before, self.foreign = self.foreign, foreign

@@ -31,9 +31,8 @@ from kvgate.startup import Child, LogFile
 from kvgate.store.client import connect
 from kvgate.store.embedded import EmbeddedValkey
 from kvgate.store.errors import StoreUnavailable
-from kvgate.store.gate_lock import GateLock
-from kvgate.store.local_ledger import LocalLedger
 from kvgate.store.recent_sizes import RecentSizes
+from kvgate.store.shared_ledger import SharedLedger, SharedSettings, engine_id
 from kvgate.store.tenants import ValkeyTenants
 from kvgate.web import Front, WebSettings, served_routes
 
@@ -91,10 +90,8 @@ class App:
         self._clock = time.monotonic
         self._child = Child(command) if command else None
         self._metrics = Metrics()
-        self._ledger = LocalLedger(self._clock, settings.engine.drain_max_s)
         self._life = LifeWatch(self._clock, self._metrics)
         self._engine = self._make_engine(settings.engine.url)
-        self._slots = SlotsWatch(self._engine, self._ledger, self._clock)
         self._health: Health | None = None
         self._stopping = asyncio.Event()
         self._hurrying = asyncio.Event()
@@ -126,7 +123,6 @@ class App:
             health.settings_problem = f"these settings were changed and need a restart to come into force: {names}"
         if any(name.startswith("engine.") for name in found.changed):
             self._engine.configure(_engine_settings(settings))
-        self._ledger.configure(settings.engine.drain_max_s)
         health.front.configure(_web_settings(settings))
         health.tenants_file.anonymous = settings.anonymous_tenant
         log.info("settings reloaded", extra={"changed": found.changed, "needs_restart": found.needs_restart})
@@ -157,12 +153,12 @@ class App:
         if self._child is not None:
             await self._child.start()
             stack.push_async_callback(self._child.stop)
-        await self._first_look()
+        await self._first_look(health.ledger)
         jobs = [
             health.tenants.watch(),
             health.tenants_file.watch(),
-            self._watch_engine(),
-            self._slots.run(),
+            self._watch_engine(health.ledger),
+            health.slots.run(),
         ]
         if self._child is not None:
             jobs.append(self._watch_child(self._child))
@@ -173,9 +169,17 @@ class App:
         """Open both listeners, the operator's first: what it says is true before the first request comes."""
         connections = lambda: self._engine.upstream.open_connections  # noqa: E731 - one expression, handed on at once
         ready = lambda: not health.problems()  # noqa: E731 - likewise
-        self._metrics.watch(lambda: self._engine.profile, self._ledger.view, ready, connections)
-        self._metrics.watch_life(lambda: self._life.life.state, lambda: self._slots.foreign)
-        told = admin_app(self._metrics, health.problems, health.warnings, health.status, self._life.told)
+        store_out = lambda: health.ledger.is_out  # noqa: E731 - likewise
+        self._metrics.watch(lambda: self._engine.profile, health.ledger.view, ready, connections, store_out)
+        self._metrics.watch_life(lambda: self._life.life.state, lambda: health.slots.foreign)
+        told = admin_app(
+            self._metrics,
+            problems=health.problems,
+            warnings=health.warnings,
+            status=health.status,
+            engine=self._life.told,
+            refresh=health.ledger.refresh,
+        )
         admin = web.AppRunner(told, access_log=None)
         admin_url = await _open(stack, admin, self._settings.admin_listen)
         # The grace period is over when the runner is cleaned up: aiohttp would wait another two minutes by itself.
@@ -210,7 +214,7 @@ class App:
             return
         front = self._health.front
         front.draining = True
-        self._ledger.close_queue(Reason.GATE_DRAINING)
+        self._health.ledger.close_queue(Reason.GATE_DRAINING)
         grace_s = self._settings.http.stop_grace_s
         log.info("stopping", extra={"in_flight": front.in_flight, "grace_s": grace_s})
         waiters = [asyncio.create_task(front.idle()), asyncio.create_task(self._hurrying.wait())]
@@ -224,31 +228,31 @@ class App:
                 async with asyncio.timeout(CUT_S):
                     await front.idle()
 
-    async def _first_look(self) -> None:
+    async def _first_look(self, ledger: SharedLedger) -> None:
         """Wait for a child engine to load its model; look once at an engine that runs elsewhere."""
         deadline = self._clock() + (FIRST_LOOK_S if self._child is not None else 0)
-        while not await self._look_at_engine() and self._clock() < deadline and not self._stopping.is_set():
+        while not await self._look_at_engine(ledger) and self._clock() < deadline and not self._stopping.is_set():
             if self._child is not None and self._child.ended:
                 raise CannotStart("the engine ended while it was starting; its output is above")
             await asyncio.sleep(0.2)
 
     # -- watchers
 
-    async def _watch_engine(self) -> None:
+    async def _watch_engine(self, ledger: SharedLedger) -> None:
         while True:
             await asyncio.sleep(ENGINE_POLL_S)
-            await self._look_at_engine()
+            await self._look_at_engine(ledger)
 
-    async def _look_at_engine(self) -> bool:
+    async def _look_at_engine(self, ledger: SharedLedger) -> bool:
         look = await look_at(self._engine)
         self._life.looked(look)
         profile, reason = self._engine.profile, look.state.value.reason
         if reason is not None and look.state is not EngineState.UNDERSIZED:
             # Who waits for room on an engine that is gone would wait for nothing.
-            self._ledger.turn_away(reason)
+            ledger.turn_away(reason)
             return False
         if profile is not None:
-            self._ledger.resize(self._engine.pool(profile))
+            await ledger.resize(self._engine.pool(profile))
         return True
 
     async def _watch_child(self, child: Child) -> None:
@@ -276,7 +280,7 @@ class App:
             raise CannotStart(str(error)) from None
 
     async def _open_store(self, stack: AsyncExitStack) -> Health:
-        """Open the store, take the engine's place in it, and apply the tenants file."""
+        """Open the store, the ledger in it, and apply the tenants file."""
         given = self._settings.store
         try:
             url = given.url
@@ -296,10 +300,19 @@ class App:
             raise CannotStart(f"the store did not answer within {STORE_TIMEOUT_S:g} s") from None
         except (StoreUnavailable, ValueError) as error:
             raise CannotStart(f"the store is not to be had: {error}") from None
-        lock = GateLock(client, str(self._settings.engine.url))
-        await self._guard_alone(lock)
-        stack.push_async_callback(lock.give_back)
-        await self._run_beside(stack, [lock.hold()])
+        ledger = SharedLedger(
+            client,
+            engine_id(str(self._settings.engine.url)),
+            self._clock,
+            SharedSettings(
+                lease_ttl_s=given.lease_ttl_s,
+                drain_max_s=self._settings.engine.drain_max_s,
+                local=given.on_outage == "local",
+                reserve_slots=given.outage_reserve_slots,
+            ),
+        )
+        stack.push_async_callback(ledger.leave)
+        await self._run_beside(stack, [ledger.run()])
         file = TenantsFile(self._settings, tenants)
         try:
             await file.apply()
@@ -311,35 +324,18 @@ class App:
         return Health(
             self._settings,
             self._engine,
-            self._ledger,
+            ledger,
             self._metrics,
             tenants,
             file,
-            lock,
-            self._make_front(tenants, sizes),
+            self._make_front(tenants, ledger, sizes),
             self._life,
-            self._slots,
+            SlotsWatch(self._engine, ledger, self._clock),
         )
 
-    async def _guard_alone(self, lock: GateLock) -> None:
-        """Make sure that no other gate guards this engine with a ledger of its own: both would grant the same KV.
-
-        Raises:
-            CannotStart: another gate does.
-        """
-        try:
-            await lock.take()
-        except StoreUnavailable as error:
-            raise CannotStart(str(error)) from None
-        if lock.rival is not None:
-            raise CannotStart(
-                f"another gate ({lock.rival}) already guards {self._settings.engine.url} with the same store. Each "
-                "gate has a ledger of its own so far, so two would promise the same KV twice: stop the other one"
-            )
-
-    def _make_front(self, tenants: ValkeyTenants, sizes: RecentSizes) -> Front:
+    def _make_front(self, tenants: ValkeyTenants, ledger: SharedLedger, sizes: RecentSizes) -> Front:
         return Front(
-            Gate(self._engine, self._ledger, new_id=lambda: secrets.token_hex(16)),
+            Gate(self._engine, ledger, new_id=lambda: secrets.token_hex(16)),
             self._engine,
             tenants=tenants,
             routes=served_routes(),

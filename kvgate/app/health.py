@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from kvgate.engines.llamacpp import LlamaCpp
     from kvgate.metrics import Metrics
     from kvgate.settings import Settings
-    from kvgate.store.gate_lock import GateLock
-    from kvgate.store.local_ledger import LocalLedger
+    from kvgate.store.shared_ledger import SharedLedger
     from kvgate.store.tenants import ValkeyTenants
     from kvgate.web import Front
 
@@ -30,11 +29,10 @@ class Health:
 
     settings: Settings
     engine: LlamaCpp
-    ledger: LocalLedger
+    ledger: SharedLedger
     metrics: Metrics
     tenants: ValkeyTenants
     tenants_file: TenantsFile
-    lock: GateLock
     front: Front
     life: LifeWatch
     slots: SlotsWatch
@@ -45,6 +43,8 @@ class Health:
         problems = ["this gate is shutting down"] if self.front.draining else []
         if not self.life.life.state.is_served:
             problems.append(self.life.told()["sentence"])
+        if self.ledger.is_out and self.ledger.outage_pool is None:
+            problems.append("the store is out, and this gate may let nobody in without it")
         return problems
 
     def warnings(self) -> list[str]:
@@ -67,8 +67,15 @@ class Health:
             warnings.append(f"the tenants file was not applied, the last one stays in force: {problem}")
         if self.settings_problem is not None:
             warnings.append(self.settings_problem)
-        if (rival := self.lock.rival) is not None:
-            warnings.append(f"another gate guards this engine too, and both grant the same KV: {rival}")
+        if (outage := self.ledger.outage_pool) is not None:
+            warnings.append(
+                f"the store is out: this gate goes by what it held, {outage.slots} slots and {outage.tokens} tokens"
+            )
+        if (other := self.ledger.other_pool) is not None:
+            warnings.append(
+                f"another gate guards this engine by other settings, and its figures are in force: {other.tokens} "
+                f"tokens, {other.slots} slots, margin {other.margin_tokens}, headroom {other.headroom_tokens}"
+            )
         if (times := self.metrics.overflows) > 0:
             warnings.append(
                 f"the engine ran out of KV {times} times although the ledger had room: somebody asks it around this "

@@ -186,6 +186,23 @@ class Reason(Enum):
         "No room came free for this request within {queue_timeout_s:g} s. Try again in {retry_after_s} s.",
         "Waited `queue_timeout_s` for slots, KV tokens or the tenant's own share.",
     )
+    REQUESTS_PER_MINUTE = Row(
+        "requests_per_minute",
+        429,
+        "rate_limit_exceeded",
+        _BUSY,
+        "You have sent as many requests as you may in a minute. Try again in {retry_after_s} s.",
+        "The tenant's `requests_per_minute` is reached: those of the last 60 s that were let in or wait.",
+    )
+    TOKENS_PER_MINUTE = Row(
+        "tokens_per_minute",
+        429,
+        "rate_limit_exceeded",
+        _BUSY,
+        "You have asked for as many tokens as you may in a minute. Try again in {retry_after_s} s.",
+        "The tenant's `tokens_per_minute` is reached: prompts and output limits of the last 60 s, corrected by what "
+        "the requests took.",
+    )
     ENGINE_UNREACHABLE = Row(
         "engine_unreachable",
         503,
@@ -227,6 +244,15 @@ class Reason(Enum):
         _DOWN,
         "The inference server was replaced while this request waited. Try again in {retry_after_s} s.",
         "The engine changed more than once between the count and the start of one request.",
+    )
+    STORE_OUT = Row(
+        "store_out",
+        503,
+        "store_out",
+        _DOWN,
+        "This gate cannot reach its ledger, and may not let more in without it. Try again in {retry_after_s} s.",
+        "The store is out, and the request does not fit into what this gate held when the store last answered "
+        '(`store.on_outage = "local"`), or nothing is let in without the store (`"reject"`).',
     )
     GATE_DRAINING = Row(
         "gate_draining",

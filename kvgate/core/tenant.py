@@ -25,19 +25,23 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Bounds on what a tenant holds and waits for at once; None is no bound of the tenant's own.
+    """Bounds on what a tenant holds and waits for at once, and on a minute; None is no bound of the tenant's own.
 
     Args:
         concurrency_max: sequences running or draining.
         kv_tokens_max: cells reserved by them.
         queue_max: requests waiting.
         queue_timeout_s: seconds that one request may wait.
+        requests_per_minute: requests that were let in or wait, in any 60 seconds.
+        tokens_per_minute: their prompts and output limits, corrected by what they took (`core.minute`).
     """
 
     concurrency_max: int | None = None
     kv_tokens_max: int | None = None
     queue_max: int = 64
     queue_timeout_s: float = 30.0
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

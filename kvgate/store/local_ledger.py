@@ -6,14 +6,14 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from kvgate.core.foreign import Tally
 from kvgate.core.ledger import Denied, Lease, Ledger, LedgerView
 from kvgate.core.reason import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvgate.core.ledger import Reservation, SlotsSeen
+    from kvgate.core.drain import SlotsSeen
+    from kvgate.core.ledger import Reservation
     from kvgate.core.pool import KvPool
     from kvgate.ports import Clock
 
@@ -71,10 +71,10 @@ class LocalLedger:
         if self._ledger is not None:
             self._ledger.answered(lease_id, self._clock())
 
-    async def settle(self, lease_id: str, *, ended: bool) -> None:
+    async def settle(self, lease_id: str, *, ended: bool, used_tokens: int | None = None) -> None:
         """See `core.ledger.Ledger.settle`."""
         if self._ledger is not None:
-            self._wake(self._ledger.settle(lease_id, self._clock(), ended=ended))
+            self._wake(self._ledger.settle(lease_id, self._clock(), ended=ended, used_tokens=used_tokens))
             self._show_draining()
 
     def observe(self, seen: SlotsSeen) -> None:
@@ -89,12 +89,6 @@ class LocalLedger:
             self._wake(self._ledger.expire(self._clock()))
             self._show_draining()
 
-    def configure(self, drain_max_s: float) -> None:
-        """Let drains last so long from now on."""
-        self._drain_max_s = drain_max_s
-        if self._ledger is not None:
-            self._ledger.drain_max_s = drain_max_s
-
     def turn_away(self, reason: Reason) -> None:
         """Everybody who waits is refused with this reason; what is held stays counted."""
         if self._ledger is not None:
@@ -107,6 +101,19 @@ class LocalLedger:
         self._closed = reason
         self.turn_away(reason)
 
+    def adopt(self, reservation: Reservation, cells: int, handed_s: float | None, answered_s: float | None) -> None:
+        """Count a lease that another ledger granted, once the pool is known."""
+        if self._ledger is not None:
+            self._ledger.restore(reservation, cells, self._clock())
+            if handed_s is not None:
+                self._ledger.hand_over(reservation.lease_id, handed_s)
+            if answered_s is not None:
+                self._ledger.answered(reservation.lease_id, answered_s)
+
+    def holds(self, lease_id: str) -> bool:
+        """Whether anything is held under this id, running or draining."""
+        return self._ledger is not None and self._ledger.holds(lease_id)
+
     def resize(self, pool: KvPool) -> None:
         """Another engine is there now: guard its pool from here on."""
         self._sized(pool)
@@ -114,10 +121,6 @@ class LocalLedger:
     def view(self) -> LedgerView | None:
         """What is held and who waits; None before the first request."""
         return None if self._ledger is None else self._ledger.view()
-
-    def tally(self) -> Tally:
-        """See `core.ledger.Ledger.tally`."""
-        return Tally() if self._ledger is None else self._ledger.tally()
 
     def _sized(self, pool: KvPool) -> Ledger:
         if self._ledger is None:

@@ -6,8 +6,6 @@ import asyncio
 import hashlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -209,34 +207,6 @@ async def test_a_second_signal_ends_it_now(engine: EngineProcess, start_gate: St
     gate.process.send_signal(signal.SIGINT)
     assert await asyncio.to_thread(gate.process.wait, 10) == 0
     assert (await running).status == 503
-
-
-async def test_two_gates_with_one_store_do_not_guard_one_engine(engine: EngineProcess, start_gate: StartGate) -> None:
-    """Each would have a ledger of its own and promise the same KV: the second refuses to start, and says why."""
-    gate = start_gate(engine.url)
-    command = [sys.executable, "-m", "kvgate", "serve", "--config", "kvgate.toml", "--tenants", "tenants.toml"]
-    command += ["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", "--upstream", engine.url]
-    second = await asyncio.to_thread(
-        lambda: subprocess.run(
-            command, cwd=gate.log_path.parent, capture_output=True, text=True, timeout=60, check=False
-        )
-    )
-    assert second.returncode == 2
-    assert "another gate" in second.stderr
-    assert gate.stop() == 0
-    third = subprocess.Popen(  # noqa: ASYNC220 - returns at once
-        command, cwd=gate.log_path.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    try:
-        assert third.stderr is not None
-        lines: list[Any] = []
-        while not any(b'"listening"' in line for line in lines):
-            line = await asyncio.to_thread(third.stderr.readline)
-            assert line, lines
-            lines.append(line)
-    finally:
-        third.terminate()
-        third.communicate(timeout=30)
 
 
 async def test_a_bad_tenants_file_is_visible_and_changes_nothing(

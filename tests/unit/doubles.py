@@ -228,7 +228,7 @@ class LedgerDouble:
     def answered(self, lease_id: str) -> None:
         self.told.append(("answered", lease_id))
 
-    async def settle(self, lease_id: str, *, ended: bool) -> None:
+    async def settle(self, lease_id: str, *, ended: bool, used_tokens: int | None = None) -> None:
         if self.before_settle is not None:
             await self.before_settle()
         self.told.append(("settle ended" if ended else "settle", lease_id))

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvgate.app import engine_watch as module
-from kvgate.app.engine_watch import LifeWatch, SlotsWatch, look_at
+from kvgate.app.engine_watch import LifeWatch, SlotsLedger, SlotsWatch, look_at
 from kvgate.core.ask import Size
 from kvgate.core.engine_state import EngineState, Trouble
+from kvgate.core.foreign import Tally
 from kvgate.core.ledger import Reservation
 from kvgate.core.profile import KvSettings
 from kvgate.core.tenant import Quota
@@ -32,6 +33,9 @@ from tests.unit.test_metrics import value
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+
+    from kvgate.core.drain import SlotsSeen
+    from kvgate.core.ledger import LedgerView
 
 BUSY = {"is_processing": True, "id_task": 7, "params": {"n_predict": 30}}
 
@@ -292,12 +296,36 @@ async def test_a_request_wakes_it_and_waits_for_the_load(world: World, monkeypat
 # -- the slots
 
 
+class HeldHere(SlotsLedger):
+    """The rule, in memory."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.local = LocalLedger(clock, 60)
+        self.draining = self.local.draining
+
+    async def observe(self, seen: SlotsSeen) -> None:
+        self.local.observe(seen)
+
+    async def expire(self) -> None:
+        self.local.expire()
+
+    async def tally(self) -> Tally | None:
+        return Tally() if self.local._ledger is None else self.local._ledger.tally()
+
+    def view(self) -> LedgerView | None:
+        return self.local.view()
+
+
+def local(slots: SlotsWatch) -> LocalLedger:
+    assert isinstance(slots._ledger, HeldHere)
+    return slots._ledger.local
+
+
 @pytest.fixture
 async def slots(world: World, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SlotsWatch]:
     monkeypatch.setattr(module, "FOREIGN_POLL_S", 0.01)
     monkeypatch.setattr(module, "DRAIN_POLL_S", 0)
-    ledger = LocalLedger(world.clock, 60)
-    found = SlotsWatch(world.llama, ledger, world.clock)
+    found = SlotsWatch(world.llama, HeldHere(world.clock), world.clock)
     task = asyncio.create_task(found.run())
     yield found
     task.cancel()
@@ -307,7 +335,7 @@ async def slots(world: World, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 async def held(slots: SlotsWatch, lease_id: str) -> None:
     profile = await slots._engine.discover()
     size = Size(90, 10, 1)
-    await slots._ledger.reserve(Reservation(lease_id, "acme", Quota(), size), slots._engine.pool(profile))
+    await local(slots).reserve(Reservation(lease_id, "acme", Quota(), size), slots._engine.pool(profile))
 
 
 async def more_looks(world: World, number: int) -> None:
@@ -343,8 +371,10 @@ async def test_an_idle_gate_does_not_look(world: World, slots: SlotsWatch) -> No
     """One look after the last lease, then none: the engine may sleep."""
     await held(slots, "a")
     await more_looks(world, 1)
-    await slots._ledger.settle("a", ended=True)
-    await until(lambda: not slots._wants_look())
+    await local(slots).settle("a", ended=True)
+    async with asyncio.timeout(10):
+        while await slots._wants_look():
+            await asyncio.sleep(0.005)
     number = len(world.engine.asked("/slots"))
     await asyncio.sleep(0.1)
     assert len(world.engine.asked("/slots")) <= number + 1  # one may have been on its way
@@ -352,13 +382,13 @@ async def test_an_idle_gate_does_not_look(world: World, slots: SlotsWatch) -> No
 
 async def test_traffic_that_is_over_is_looked_after_once(world: World) -> None:
     """Short requests between two looks are traffic too; an old grant is none."""
-    slots = SlotsWatch(world.llama, LocalLedger(world.clock, 60), world.clock)
-    assert not slots._wants_look()
+    slots = SlotsWatch(world.llama, HeldHere(world.clock), world.clock)
+    assert not await slots._wants_look()
     await held(slots, "a")
-    await slots._ledger.settle("a", ended=True)
-    assert slots._wants_look()
+    await local(slots).settle("a", ended=True)
+    assert await slots._wants_look()
     await slots._look()
-    assert not slots._wants_look()
+    assert not await slots._wants_look()
 
 
 async def test_looks_do_not_pile_up_behind_one_that_is_late(world: World, slots: SlotsWatch) -> None:
@@ -374,8 +404,8 @@ async def test_looks_do_not_pile_up_behind_one_that_is_late(world: World, slots:
     world.engine.script("/slots", late)
     await until(lambda: not world.engine._scripts["/slots"])
     number = len(world.engine.asked("/slots"))
-    slots._ledger.hand_over("a")
-    await slots._ledger.settle("a", ended=False)
+    local(slots).hand_over("a")
+    await local(slots).settle("a", ended=False)
     await asyncio.sleep(0.1)
     assert len(world.engine.asked("/slots")) == number
     release.set()

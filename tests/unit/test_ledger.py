@@ -7,18 +7,15 @@ from dataclasses import replace
 import pytest
 
 from kvgate.core.ask import Size
+from kvgate.core.drain import HANDOVER_S, BusySlot, LeaseFacts, SlotsSeen, handover_s
 from kvgate.core.foreign import Tally
 from kvgate.core.ledger import (
-    HANDOVER_S,
-    BusySlot,
     Denied,
     Lease,
     Ledger,
     LedgerView,
     Reservation,
-    SlotsSeen,
     Ticket,
-    handover_s,
 )
 from kvgate.core.pool import KvPool
 from kvgate.core.reason import Reason
@@ -307,9 +304,10 @@ def test_a_request_that_may_still_be_on_its_way_is_not_over() -> None:
 
 def test_a_long_prompt_may_be_on_its_way_for_longer() -> None:
     """The engine counts a prompt again before it launches it: a second more for 50,000 tokens."""
-    assert handover_s(Size(0, 1)) == HANDOVER_S
-    assert handover_s(Size(50_000, 1)) == pytest.approx(HANDOVER_S + 1)
-    assert handover_s(Size(30_000, 1, 2, (30_000, 20_000))) == pytest.approx(HANDOVER_S + 1)
+    assert handover_s(0) == HANDOVER_S
+    assert handover_s(50_000) == pytest.approx(HANDOVER_S + 1)
+    facts = LeaseFacts.of_size("a", Size(30_000, 1, 2, (30_000, 20_000)), None, None, None)
+    assert facts.prompt_tokens == 50_000
 
 
 def test_without_output_any_slot_may_be_its_own() -> None:

@@ -11,16 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvgate.core.ask import Size
+from kvgate.core.drain import HANDOVER_S, BusySlot, SlotsSeen, handover_s
 from kvgate.core.ledger import (
-    HANDOVER_S,
-    BusySlot,
     Denied,
     Lease,
     Ledger,
     Reservation,
-    SlotsSeen,
     Ticket,
-    handover_s,
 )
 from kvgate.core.pool import KvPool
 from kvgate.core.reason import Reason
@@ -265,7 +262,9 @@ class Story(RuleBasedStateMachine):
     def hand_over_now(self, life: Life, *, late: bool) -> None:
         self.ledger.hand_over(life.lease_id, self.now_s)
         life.handed = True
-        self.engine.pending[life.lease_id] = Pending(life, self.now_s + handover_s(life.reservation.size), late)
+        self.engine.pending[life.lease_id] = Pending(
+            life, self.now_s + handover_s(sum(life.reservation.size.distinct)), late
+        )
 
     @precondition(lambda self: self.answering())
     @rule(data=st.data())

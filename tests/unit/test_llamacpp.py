@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvgate.core.ask import Ask, Prompt
+from kvgate.core.drain import BusySlot
 from kvgate.core.json_object import read_object
-from kvgate.core.ledger import BusySlot
 from kvgate.core.profile import EngineProfile, Fact, KvSettings, Source, Topology
 from kvgate.core.reason import Reason
 from kvgate.core.reuse import Reuse

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from kvgate.core.ask import Size
-from kvgate.core.ledger import BusySlot, Denied, Lease, LedgerView, Reservation, SlotsSeen
+from kvgate.core.drain import BusySlot, SlotsSeen
+from kvgate.core.ledger import Denied, Lease, LedgerView, Reservation
 from kvgate.core.pool import KvPool
 from kvgate.core.reason import Reason
 from kvgate.core.tenant import Quota
@@ -260,19 +261,6 @@ async def test_a_queue_that_closes_sends_everybody_away() -> None:
     assert isinstance(await bench.reserve("e"), Lease)
     for lease_id in ("b", "e"):
         await bench.ledger.settle(lease_id, ended=True)
-    bench.assert_empty()
-
-
-async def test_a_shorter_drain_comes_into_force_at_once() -> None:
-    bench = Bench()
-    await bench.reserve("a")
-    bench.ledger.hand_over("a")
-    await bench.ledger.settle("a", ended=False)
-    bench.clock.advance(10)
-    bench.ledger.expire()
-    assert bench.view.draining == 1
-    bench.ledger.configure(drain_max_s=5)
-    bench.ledger.expire()
     bench.assert_empty()
 
 

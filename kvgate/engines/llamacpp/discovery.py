@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from kvgate.core.ledger import BusySlot
+from kvgate.core.drain import BusySlot
 from kvgate.core.profile import EngineProfile, Fact, KvSettings, Source, StartupFacts, resolve_kv
 from kvgate.core.reason import Reason, refusal
 from kvgate.ports import Refused

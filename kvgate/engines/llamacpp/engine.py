@@ -8,8 +8,8 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from kvgate.core.drain import SlotsSeen
 from kvgate.core.json_object import Edit
-from kvgate.core.ledger import SlotsSeen
 from kvgate.core.reason import Reason, refusal
 from kvgate.core.reuse import Reuse
 from kvgate.engines.llamacpp.calls import ask, exchange, json_bytes

@@ -46,7 +46,8 @@ class Lane:
 
     @property
     def ledger(self) -> LedgerView:
-        view = self.app._ledger.view()
+        assert self.app._health is not None
+        view = self.app._health.ledger.view()
         assert view is not None
         return view
 
@@ -62,10 +63,13 @@ class Lane:
 
     async def until(self, condition: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + BOUND_S
+        assert self.app._health is not None
+        await self.app._health.ledger.refresh()
         while not condition():
             if time.monotonic() > deadline:
                 raise AssertionError(f"not {what} after {BOUND_S} s: {self.status}")
             await asyncio.sleep(0.01)
+            await self.app._health.ledger.refresh()
 
     async def quiet(self) -> LedgerView:
         """The ledger once nothing runs, waits or is in flight; what drains may still do so."""
