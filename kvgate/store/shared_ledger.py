@@ -178,6 +178,7 @@ class SharedLedger:
             self._in_hand.pop(lease_id, None)
         if self._outage is not None:
             await self._outage.ledger.settle(lease_id, ended=ended)
+            self._show_drains(self._outage.ledger.draining.is_set())
         if not hand.at_store and hand.lease is None:
             return
         self._settled[lease_id] = settled = Settled(hand, ended, used_tokens)
@@ -190,6 +191,7 @@ class SharedLedger:
         """A look at the engine's slots: ends the drains, of any gate, that it proves to be over."""
         if self._outage is not None:
             self._outage.ledger.observe(seen)
+            self._show_drains(self._outage.ledger.draining.is_set())
             return
         with contextlib.suppress(StoreUnavailable):
             facts = await self._renew()
@@ -201,6 +203,7 @@ class SharedLedger:
         """Have time's own work done: leases that ran out, drains that lasted too long."""
         if self._outage is not None:
             self._outage.ledger.expire()
+            self._show_drains(self._outage.ledger.draining.is_set())
             return
         with contextlib.suppress(StoreUnavailable):
             await self._renew()
@@ -267,6 +270,7 @@ class SharedLedger:
             async with self._telling:
                 if not self._joined:
                     await self._join(pool, knew=False)
+            await self._renew()  # what an earlier gate left draining is to be looked at
         elif before != pool:
             log.warning("the KV pool changed", extra={"before": repr(before), "after": repr(pool)})
             self._wake_granted(await self.link.step("resize", pool=pool_json(pool)))
@@ -350,10 +354,7 @@ class SharedLedger:
         self._wake_granted(found)
         self._compare(found)
         leases = [facts_of(one) for one in found.get("leases", ())]
-        if leases:
-            self.draining.set()
-        else:
-            self.draining.clear()
+        self._show_drains(bool(leases))
         return [
             replace(facts, unsettled_at_s=math.inf) if facts.lease_id in self._in_hand else facts
             for facts, _ in leases
@@ -391,6 +392,12 @@ class SharedLedger:
             if field == "changed":
                 hand.refused, hand.at_store = Reason.ENGINE_CHANGED, False
             hand.woken.set()
+
+    def _show_drains(self, there_are: bool) -> None:
+        if there_are:
+            self.draining.set()
+        else:
+            self.draining.clear()
 
     def _wake_granted(self, found: dict[str, Any]) -> None:
         for lease_id in found.get("granted", ()):

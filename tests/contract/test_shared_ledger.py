@@ -401,3 +401,62 @@ async def test_whatever_happens_to_the_store_what_runs_is_counted(
         await gate.ledger.settle(lease_id, ended=True)
     for found in await asyncio.gather(*asked):
         assert isinstance(found, Lease)
+
+
+@pytest.mark.parametrize("seen_idle", [True, False])
+async def test_a_hang_up_in_an_outage_drains_here_and_then_there(
+    start: Callable[..., RunningGate], store: EmbeddedValkey, *, seen_idle: bool
+) -> None:
+    """What the slots proved meanwhile is over at the store too; what they did not prove is not."""
+    gate = start()
+    await gate.serve("a")
+    async with _stopped(store):
+        await gate.ledger.refresh()
+        await until(lambda: gate.ledger.outage_pool is not None)
+        await gate.ledger.settle("a", ended=False)
+        assert gate.ledger.draining.is_set()
+        if seen_idle:
+            await gate.ledger.observe(SlotsSeen((), time.monotonic()))
+            assert not gate.ledger.draining.is_set()
+    await until(lambda: not gate.ledger.is_out)
+
+    async def told() -> bool:
+        view = await gate.view()
+        return not gate.ledger._settled and view.draining == (0 if seen_idle else 1)
+
+    await until(told)
+
+
+async def test_a_hang_up_that_finds_the_store_out_is_not_over(
+    start: Callable[..., RunningGate], store: EmbeddedValkey
+) -> None:
+    """Nobody looked on its behalf meanwhile."""
+    gate = start()
+    await gate.serve("a")
+    async with _stopped(store):
+        await gate.ledger.settle("a", ended=False)
+        await until(lambda: gate.ledger.is_out)
+    await until(lambda: not gate.ledger.is_out and not gate.ledger._settled)
+    assert (await gate.view()).draining == 1
+
+
+async def test_what_an_earlier_gate_left_draining_is_looked_at_by_the_next(start: Callable[..., RunningGate]) -> None:
+    """A gate that was stopped in the middle of its work leaves drains, and nobody else may be there."""
+    one = start()
+    await one.serve("a")
+    await one.ledger.settle("a", ended=False)
+    await one.ledger.leave()
+    await one.kill()
+    other = start()
+    await other.ledger.resize(POOL)
+    assert other.ledger.draining.is_set()
+
+
+async def test_a_gate_whose_engine_is_still_loading_waits_for_it(
+    start: Callable[..., RunningGate], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without an engine there is no ledger to renew anything in, which is no outage."""
+    gate = start(lease_ttl_s=0.05)
+    await asyncio.sleep(0.3)
+    assert not gate.ledger.is_out
+    assert caplog.records == []
