@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvgate.core.admission import Reject, decide
 from kvgate.core.ledger import Denied, Reservation
 from kvgate.core.reason import Reason, refusal
+from kvgate.core.replay import Asked
 from kvgate.core.reuse import Reuse
 from kvgate.core.tenant import Quota
 from kvgate.ports import PROBE_SIZE, LineFailed, Refused
@@ -76,6 +77,7 @@ class Admitted:
     receipt: Receipt
     explain: Callable[[int, bytes], Refusal]
     reopen: Callable[[], Awaitable[Line]]
+    asked: Asked
 
     @property
     def profile(self) -> EngineProfile:
@@ -93,12 +95,13 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A request that may not run, and why; `verdict` is there where it came as far as the arithmetic."""
+    """A request that may not run, and why; `verdict` and `asked` are there where it came as far as the arithmetic."""
 
     refusal: Refusal
     verdict: Verdict | None = None
     request: ReadRequest | None = None
     counted: Counted | None = None
+    asked: Asked | None = None
 
     @property
     def profile(self) -> EngineProfile | None:
@@ -166,13 +169,14 @@ class Gate:
                 _check_model(next(iter(counted.profile.models), ""), tenant)
             pool = engine.pool(counted.profile)
             verdict = decide(request.ask, counted.prompts, pool, tenant)
+            asked = Asked.of(request.ask, counted.prompts, pool)
             if isinstance(verdict, Reject):
-                return Rejected(verdict.refusal, verdict, request, counted)
+                return Rejected(verdict.refusal, verdict, request, counted, asked)
             await self._check_reuse(call.dialect.name, counted, pool)
             reservation = Reservation(held.lease_id, tenant.name, tenant.quota, verdict.size)
             lease = await self._ledger.reserve(reservation, pool)
             if isinstance(lease, Denied):
-                return _denied(lease, tenant, verdict, request, counted)
+                return _denied(lease, tenant, verdict, request, counted, asked=asked)
             held.line = await engine.open()
         except Refused as refused:
             if refused.refusal.reason is Reason.ENGINE_CHANGED:
@@ -195,6 +199,7 @@ class Gate:
             receipt=held.receipt,
             explain=engine.explain,
             reopen=lambda: self._reopen(held, counted.profile),
+            asked=asked,
         )
 
     async def _reopen(self, held: _Held, judged_for: EngineProfile) -> Line:
@@ -248,7 +253,7 @@ def _check_model(model: str | None, tenant: Tenant) -> None:
 
 
 def _denied(
-    denied: Denied, tenant: Tenant, verdict: Verdict, request: ReadRequest, counted: Counted
+    denied: Denied, tenant: Tenant, verdict: Verdict, request: ReadRequest, counted: Counted, *, asked: Asked
 ) -> Rejected | None:
     if denied.reason is Reason.ENGINE_CHANGED:
         return None
@@ -263,4 +268,5 @@ def _denied(
         verdict,
         request,
         counted,
+        asked,
     )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvgate.core.pool import KvPool
     from kvgate.core.profile import EngineProfile
     from kvgate.core.reason import Refusal
+    from kvgate.core.replay import Asked
     from kvgate.core.reuse import Reuse
     from kvgate.core.startup_log import StartupLog
     from kvgate.core.tenant import Tenant
@@ -298,7 +299,8 @@ class RequestRecord:
 
     Times are seconds, sizes tokens; None where the request did not come that far. `tenant` is "-" where no
     key was accepted, `path` only ever a served path or "-". `count_drift_tokens` is by how much the engine's
-    usage differs from what was counted; 0 is as it must be.
+    usage differs from what was counted; 0 is as it must be. `asked` is for judging it again (`core.replay`); neither
+    the log nor the metrics show it.
     """
 
     request_id: str
@@ -321,10 +323,11 @@ class RequestRecord:
     reuse_violation: bool = False
     count_drift_tokens: int = 0
     detail: str = ""
+    asked: Asked | None = None
 
 
 class Observer(Protocol):
-    """Whoever keeps account: metrics, the request log."""
+    """Whoever keeps account: metrics, the request log, the recent sizes."""
 
     def request(self, record: RequestRecord) -> None:
         """A request has ended, one way or another."""

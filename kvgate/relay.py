@@ -9,7 +9,7 @@ from kvgate.core.reason import Reason, Refusal, refusal
 from kvgate.core.sse import EventSplitter, EventTooLarge
 from kvgate.ports import LineFailed, LineStalled, Refused
 from kvgate.upstream import RETRY_AFTER_S, whole_body
-from kvgate.wire.answers import is_error
+from kvgate.wire.answers import is_answer, is_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -132,6 +132,8 @@ async def _whole(admitted: Admitted, dialect: Dialect, head: Head, say: _Say) ->
     admitted.receipt.ended = True
     if head.status >= 400:
         return await say(admitted.explain(head.status, body))
+    if not is_answer(body):
+        return await say.failure(Reason.ENGINE_FAILED, f"{len(body)} bytes that are no JSON")
     if is_error(body):
         return await say(admitted.explain(500, body), "an error inside a 200")
     admitted.receipt.told = dialect.told(admitted.request, body)

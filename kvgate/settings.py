@@ -157,7 +157,11 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 class TenantSection(_Section):
     """One `[tenant.NAME]` of the tenants file."""
 
-    keys_sha256: tuple[Sha256, ...] = Field((), description="SHA-256 of each key, 64 lower-case hex digits.")
+    keys_sha256: tuple[Sha256, ...] | None = Field(
+        None,
+        description="SHA-256 of each key, 64 lower-case hex digits: these and no others. Without this line the "
+        "tenant's keys are made and revoked by `kvgate keys`.",
+    )
     models: tuple[str, ...] | None = Field(None, description="Models that may be named; none allows every model.")
     context_tokens_max: int | None = Field(
         None, ge=1, description="Limit. Tokens of prompt and output together in one request."
@@ -277,8 +281,8 @@ def _values(settings: Settings) -> dict[str, Any]:
     }
 
 
-def load_tenants(path: Path) -> dict[str, tuple[Tenant, tuple[str, ...]]]:
-    """The tenants that a file declares, each with the SHA-256 of its keys.
+def load_tenants(path: Path) -> dict[str, tuple[Tenant, tuple[str, ...] | None]]:
+    """The tenants that a file declares, each with the SHA-256 of its keys, or None where it leaves them to others.
 
     Raises:
         BadSettings: as `load`, or one key is declared for two tenants.
@@ -289,7 +293,7 @@ def load_tenants(path: Path) -> dict[str, tuple[Tenant, tuple[str, ...]]]:
         raise _bad(error, str(path), TenantsFile) from None
     owners: dict[str, str] = {}
     for name, section in file.tenant.items():
-        for digest in section.keys_sha256:
+        for digest in section.keys_sha256 or ():
             if owners.setdefault(digest, name) != name:
                 raise BadSettings(f"{path}: tenants {owners[digest]!r} and {name!r} declare the same key")
     return {name: (section.tenant(name), section.keys_sha256) for name, section in file.tenant.items()}

@@ -33,6 +33,7 @@ from kvgate.store.embedded import EmbeddedValkey
 from kvgate.store.errors import StoreUnavailable
 from kvgate.store.gate_lock import GateLock
 from kvgate.store.local_ledger import LocalLedger
+from kvgate.store.recent_sizes import RecentSizes
 from kvgate.store.tenants import ValkeyTenants
 from kvgate.web import Front, WebSettings, served_routes
 
@@ -57,10 +58,12 @@ class CannotStart(Exception):
 class _Observers:
     metrics: Metrics
     request_log: RequestLog
+    sizes: RecentSizes
 
     def request(self, record: RequestRecord) -> None:
         self.metrics.request(record)
         self.request_log.request(record)
+        self.sizes.request(record)
 
 
 class App:
@@ -279,7 +282,8 @@ class App:
             url = given.url
             if url is None:
                 embedded = EmbeddedValkey(given.data_dir or Path(".kvgate"))
-                await embedded.start()
+                async with embedded.alone():  # else it might attach to a command's, which is about to end
+                    await embedded.start()
                 stack.push_async_callback(embedded.stop)
                 url = embedded.url
                 await self._run_beside(stack, [embedded.supervise()])
@@ -301,7 +305,9 @@ class App:
             await file.apply()
         except NotApplied as error:
             raise CannotStart(str(error)) from None
-        front = self._make_front(tenants)
+        sizes = RecentSizes(client)
+        stack.push_async_callback(sizes.flush)
+        await self._run_beside(stack, [sizes.run()])
         return Health(
             self._settings,
             self._engine,
@@ -310,7 +316,7 @@ class App:
             tenants,
             file,
             lock,
-            front,
+            self._make_front(tenants, sizes),
             self._life,
             self._slots,
         )
@@ -331,13 +337,13 @@ class App:
                 "gate has a ledger of its own so far, so two would promise the same KV twice: stop the other one"
             )
 
-    def _make_front(self, tenants: ValkeyTenants) -> Front:
+    def _make_front(self, tenants: ValkeyTenants, sizes: RecentSizes) -> Front:
         return Front(
             Gate(self._engine, self._ledger, new_id=lambda: secrets.token_hex(16)),
             self._engine,
             tenants=tenants,
             routes=served_routes(),
-            observer=_Observers(self._metrics, RequestLog()),
+            observer=_Observers(self._metrics, RequestLog(), sizes),
             clock=self._clock,
             settings=_web_settings(self._settings),
         )

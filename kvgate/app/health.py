@@ -60,7 +60,8 @@ class Health:
             warnings.append("the store is out: tenants and keys are as they were when it was last seen")
         if not self.tenants.has_keys and self.settings.anonymous_tenant is None:
             warnings.append(
-                "no tenant has a key, so every request is refused with 401: declare one in the tenants file"
+                "no tenant has a key, so every request is refused with 401: make one with kvgate keys create "
+                "TENANT, or declare one in the tenants file"
             )
         if (problem := self.tenants_file.problem) is not None:
             warnings.append(f"the tenants file was not applied, the last one stays in force: {problem}")

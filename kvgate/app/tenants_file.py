@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvgate.settings import BadSettings, load_tenants
 from kvgate.store.errors import StoreUnavailable
-from kvgate.store.tenants import DeclaredTenant, TenantsConflict
+from kvgate.store.registry import DeclaredTenant, TenantsConflict
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,8 +88,12 @@ class TenantsFile:
         sections = {name: DeclaredTenant(tenant, keys) for name, (tenant, keys) in declared.items()}
         async with asyncio.timeout(STORE_TIMEOUT_S):
             applied = await self._tenants.apply(sections, source=self._owner)
-        changed = applied.added + applied.changed
-        extra = {"file": str(path), "changed": changed, "removed": applied.removed}
+        extra = {
+            "file": str(path),
+            "added": len(applied.added),
+            "changed": len(applied.changed),
+            "removed": len(applied.removed),
+        }
         log.info("tenants applied", extra=extra)
 
 

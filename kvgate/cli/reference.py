@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import TYPE_CHECKING
 
+from kvgate.cli import parsers
 from kvgate.core.engine_state import Change, EngineState
 from kvgate.core.foreign import ForeignWatch
 from kvgate.core.ledger import Ledger
@@ -31,6 +33,7 @@ def reference() -> str:
         _section("Metrics", _metrics()),
         _section("Paths", _paths()),
         _section("Output limits", _output_limits()),
+        _section("Commands", _commands()),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -135,6 +138,37 @@ def _output_limits() -> Iterator[str]:
         "\nThe engine always gets one positive limit; the other names are removed. llama.cpp alone would let "
         "`n_predict: -1` beat\n`max_tokens: 4` and answer without limit; here a name without a limit beats nothing."
     )
+
+
+def _commands() -> Iterator[str]:
+    yield (
+        "Exit status 0: done; 1: the answer is no; 2: it could not be asked. With `--json` one object: the answer on "
+        "standard\noutput, or `ok` (`false` for 1, `null` for 2) and `problem` on standard error."
+    )
+    _, commands = parsers()
+    yield from _commands_of(commands)
+
+
+def _commands_of(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Iterator[str]:
+    for parser in commands.choices.values():
+        inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]  # noqa: SLF001
+        if inner:
+            yield from _commands_of(inner[0])
+            continue
+        yield f"\n### `{parser.prog}`\n\n{parser.description}\n"
+        yield "| argument | meaning |\n|---|---|"
+        for action in parser._actions:  # noqa: SLF001 - argparse shows them nowhere else
+            if not isinstance(action, argparse._HelpAction):  # noqa: SLF001
+                yield f"| `{_spelled(action)}` | {action.help} |"
+
+
+def _spelled(action: argparse.Action) -> str:
+    if not action.option_strings:
+        name = str(action.metavar or action.dest)
+        return f"[{name}]" if action.nargs == "?" else name
+    flag = action.option_strings[0]
+    word = flag if action.nargs == 0 else f"{flag} {action.metavar}"
+    return word if action.required else f"[{word}]"
 
 
 def _sample_profile() -> EngineProfile:

@@ -80,7 +80,7 @@ class ForeignWatch:
             return _aged(replace(self, suspected=found, suspected_at_s=now_s, slots=0), now_s)
         suspected = min(self.suspected, found)
         if asked_at_s < self.suspected_at_s + APART_S:
-            return replace(self, suspected=suspected)
+            return replace(self, suspected=suspected, slots=min(self.slots, found))
         return replace(
             self,
             # The run goes on from here, with this look as its first.

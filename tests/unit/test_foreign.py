@@ -121,6 +121,14 @@ def test_a_look_without_surplus_or_without_answer_breaks_the_run() -> None:
     assert not suspicious.looked(0, 11, 11.01).wants_look
 
 
+def test_a_look_that_comes_too_soon_to_prove_more_can_prove_less() -> None:
+    """Slots that are idle are nobody's, whenever that is seen."""
+    on = ForeignWatch().looked(2, 0, 0).looked(2, 2, 2)
+    assert on.slots == 2
+    assert on.looked(1, 2.1, 2.1).slots == 1
+    assert on.looked(3, 2.1, 2.1).slots == 2
+
+
 def test_a_surplus_that_flickers_is_one_episode() -> None:
     """A granted lease that is not in its slot yet hides a foreigner for a look or two."""
     watch = ForeignWatch()

@@ -12,7 +12,9 @@ from kvgate import relay as module
 from kvgate.core.admission import Admit, Room
 from kvgate.core.ask import Size, Usage
 from kvgate.core.ledger import Lease
+from kvgate.core.pool import KvPool
 from kvgate.core.reason import Reason, refusal
+from kvgate.core.replay import Asked
 from kvgate.core.reuse import Reuse
 from kvgate.dialects.openai_chat import OpenAiChat
 from kvgate.engines.llamacpp.errors import explain
@@ -70,6 +72,7 @@ class Story:
             receipt=self.receipt,
             explain=explain,
             reopen=self._reopen,
+            asked=Asked(2, 1, (9,), 1, KvPool(1024, 1, 1024)),
         )
 
     async def _reopen(self) -> LineDouble:
@@ -201,10 +204,10 @@ async def test_a_cut_answer_becomes_an_error(head: Head | Exception, pieces: lis
 
 async def test_an_answer_without_end_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ANSWER_BYTES_MAX", 1000)
-    story = Story(Head(200, JSON), [b"x" * 600, b"x" * 401, b"never read"])
+    story = Story(Head(200, JSON), [b"{" * 600, b"}" * 401, b"never read"])
     assert (await story.run()).status == 502
     assert (story.receipt.ended, story.line.reads) == (False, 2)
-    enough = Story(Head(200, JSON), [b"x" * 600, b"x" * 400])
+    enough = Story(Head(200, JSON), [b"{" * 600, b"}" * 400])
     assert (await enough.run()).status == 200
 
 
@@ -310,8 +313,18 @@ async def test_an_error_inside_a_whole_200_is_an_error(error: Any) -> None:
     assert (story.receipt.ended, story.receipt.told) == (True, None)
 
 
+@pytest.mark.parametrize("body", [b"", b" \n", b"<html>", b'{"cut": ', b'"text"'])
+async def test_a_200_that_is_no_json_is_an_error(body: bytes) -> None:
+    """Another server's page, or nothing: no SDK could read it."""
+    story = Story(Head(200, JSON), [body] if body else [])
+    relayed = await story.run()
+    assert relayed.failure is not None
+    assert (relayed.status, story.error["code"], story.receipt.ended) == (502, "engine_failed", True)
+    assert "no JSON" in relayed.detail
+
+
 @pytest.mark.parametrize(
-    "answer", [b'{"error": null, "id": 1}', b'{"a": {"error": "x"}}', b'["error"]', b'"error": 1']
+    "answer", [b'{"error": null, "id": 1}', b'{"a": {"error": "x"}}', b'["error"]', b'{"error": ""}']
 )
 async def test_a_whole_answer_that_talks_of_an_error_is_none(answer: bytes) -> None:
     """/v1/responses says `"error": null` in each."""

@@ -246,7 +246,7 @@ def test_every_reloadable_setting_is_one() -> None:
     assert {name for name, *_ in described()} > RELOADABLE
 
 
-def tenants(config: Any, text: str) -> dict[str, tuple[Tenant, tuple[str, ...]]]:
+def tenants(config: Any, text: str) -> dict[str, tuple[Tenant, tuple[str, ...] | None]]:
     return load_tenants(config(text, "tenants.toml"))
 
 
@@ -270,6 +270,8 @@ def test_a_tenants_file_declares_limits_and_quota(config: Any) -> None:
     queue_max = 0
     queue_timeout_s = 1.5
     [tenant."b.c-d_e"]
+    [tenant.closed]
+    keys_sha256 = []
     """
     found = tenants(config, text)
     assert found["acme"] == (
@@ -281,7 +283,8 @@ def test_a_tenants_file_declares_limits_and_quota(config: Any) -> None:
         ),
         (DIGEST, OTHER),
     )
-    assert found["b.c-d_e"] == (Tenant("b.c-d_e"), ())
+    assert found["b.c-d_e"] == (Tenant("b.c-d_e"), None)
+    assert found["closed"] == (Tenant("closed"), ())
 
 
 def test_the_defaults_of_file_and_core_are_the_same(config: Any) -> None:

@@ -39,7 +39,7 @@ class Seen(NamedTuple):
 class Row:
     """One fault; None where it cannot be in a stream, or not in a whole answer.
 
-    `odd`: what differs from that. `defect`: why the whole answer is not yet so.
+    `odd`: what differs from that.
     """
 
     name: str
@@ -47,7 +47,6 @@ class Row:
     stream: Seen | None
     whole: Seen | None
     odd: dict[Ask, Seen] = field(default_factory=dict, hash=False)
-    defect: str = ""
 
     def expected(self, ask: Ask) -> Seen | None:
         return self.odd.get(ask, self.stream if ask.stream else self.whole)
@@ -60,9 +59,6 @@ def _both(name: str, act: Act, client: str, ledger: str) -> Row:
 def _error(status: str, message: str, kind: str = "server_error", **more: object) -> Act:
     return replying(whole(status, {"error": {"code": int(status[:3]), "message": message, "type": kind, **more}}))
 
-
-_UNREAD: Final = "relay._whole passes a 200 on whose body is no JSON"
-_UNCUT: Final = "front and aiohttp write a whole answer without write_timeout_s"
 
 _LONG_S: Final = 1.8 * IDLE_TIMEOUT_S
 _EXCEEDED: Final = {"n_prompt_tokens": 600, "n_ctx": 512}
@@ -112,14 +108,12 @@ GROUPS: Final[dict[str, tuple[Row, ...]]] = {
             replying(fault.nothing),
             Seen("502 engine_failed", DRAINED),
             Seen("502 engine_failed", FREE),
-            defect=_UNREAD,
         ),
         Row(
             "a 200 that is no JSON",
             replying(fault.no_json),
             None,
             Seen("502 engine_failed", FREE),
-            defect=_UNREAD,
         ),
     ),
     "In mid-answer": (
@@ -206,7 +200,7 @@ GROUPS: Final[dict[str, tuple[Row, ...]]] = {
     "The client": (
         _both("reads late", acts.reads_late, "200", FREE),
         Row("never reads", acts.never_reads, Seen("cut", DRAINED), None),
-        Row("never reads, unstreamed", acts.never_reads_the_whole, None, Seen("cut", FREE), defect=_UNCUT),
+        Row("never reads, unstreamed", acts.never_reads_the_whole, None, Seen("cut", FREE)),
         _both("leaves while it is counted", leaves_while(stall, counted=True), acts.LEFT, KEPT),
         Row(
             "leaves the queue",
