@@ -373,7 +373,7 @@ async def test_an_idle_gate_does_not_look(world: World, slots: SlotsWatch) -> No
     await more_looks(world, 1)
     await local(slots).settle("a", ended=True)
     async with asyncio.timeout(10):
-        while await slots._wants_look():
+        while await slots._wants_look():  # noqa: ASYNC110 - another task tells of no event
             await asyncio.sleep(0.005)
     number = len(world.engine.asked("/slots"))
     await asyncio.sleep(0.1)
