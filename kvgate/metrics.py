@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections import defaultdict
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvgate.core.engine_state import Change, EngineState
 from kvgate.core.profile import Source
 from kvgate.core.reason import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from prometheus_client.core import Metric
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvgate.core.foreign import ForeignWatch
     from kvgate.core.ledger import LedgerView
@@ -145,6 +145,53 @@ class Metrics:
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
         return generate_latest(self.registry)
+
+
+GAUGES_SUMMED: Final = frozenset({"kvgate_upstream_connections"})
+"""Gauges that each process has for itself; the others tell of the engine and the store that all share."""
+
+GAUGES_LEAST: Final = frozenset({"kvgate_ready"})
+"""Gauges where the worst of the processes counts."""
+
+
+def merged(expositions: Sequence[bytes]) -> bytes:
+    """What several processes of one gate show, as one: counters and histograms added, gauges as they are shared."""
+    families: dict[str, Metric] = {}
+    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for exposition in expositions:
+        for family in text_string_to_metric_families(exposition.decode()):
+            families.setdefault(family.name, family)
+            for sample in family.samples:
+                values[family.name][sample.name, tuple(sample.labels.items())].append(sample.value)
+    registry = CollectorRegistry()
+    registry.register(_Merged([_merged(families[name], values[name]) for name in families]))
+    return generate_latest(registry)
+
+
+def _merged(family: Metric, found: dict[tuple[str, tuple[tuple[str, str], ...]], list[float]]) -> Metric:
+    together = Metric(family.name, family.documentation, family.type)
+    for (name, labels), values in found.items():
+        if name.endswith("_created"):
+            value = min(values)
+        elif family.type != "gauge" or family.name in GAUGES_SUMMED:
+            value = sum(values)
+        else:
+            value = min(values) if family.name in GAUGES_LEAST else max(values)
+        together.add_sample(name, dict(labels), value)
+    return together
+
+
+class _Merged:
+    """Metrics that are there already."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        """All of them."""
+        return iter(self._families)
 
 
 class _State:

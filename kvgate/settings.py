@@ -129,6 +129,9 @@ class Settings(BaseSettings):
     admin_listen: Address = Field(
         "127.0.0.1:8601", description="HOST:PORT for the operator: health, metrics, status."
     )
+    workers: int = Field(
+        1, ge=1, le=256, description="Processes that serve side by side on one address, over one ledger."
+    )
     tenants: Path | None = Field(None, description="The tenants file.")
     tenants_owner: str | None = Field(
         None,

@@ -73,6 +73,7 @@ class App:
         command: run this as the engine, a child of the gate; empty where the engine runs elsewhere.
         announce: told, once, that the gate listens: the tenants' URL and the operator's.
         reread: reads the settings anew, on SIGHUP; raises `BadSettings`.
+        worker: one of several processes on one address: the socket where its operator's side listens.
     """
 
     def __init__(
@@ -81,12 +82,14 @@ class App:
         command: Sequence[str] = (),
         announce: Callable[[str, str], None] | None = None,
         reread: Callable[[], Settings] | None = None,
+        worker: Path | None = None,
     ) -> None:
         if settings.engine.url is None:
             raise CannotStart("no engine: give --upstream http://host:port, or engine.url in kvgate.toml")
         self._settings = settings
         self._announce = announce
         self._reread = reread
+        self._worker = worker
         self._clock = time.monotonic
         self._child = Child(command) if command else None
         self._metrics = Metrics()
@@ -181,11 +184,12 @@ class App:
             refresh=health.ledger.refresh,
         )
         admin = web.AppRunner(told, access_log=None)
-        admin_url = await _open(stack, admin, self._settings.admin_listen)
+        admin_url = await open_listener(stack, admin, self._worker or self._settings.admin_listen)
         # The grace period is over when the runner is cleaned up: aiohttp would wait another two minutes by itself.
         tenants = web.ServerRunner(health.front.server(), shutdown_timeout=CUT_S)
-        url = await _open(stack, tenants, self._settings.listen)
-        log.info("listening", extra={"url": url, "admin_url": admin_url})
+        url = await open_listener(stack, tenants, self._settings.listen, shared=self._worker is not None)
+        event = "listening" if self._worker is None else "worker listening"
+        log.info(event, extra={"url": url, "admin_url": admin_url})
         if self._announce is not None:
             self._announce(url, admin_url)
 
@@ -369,14 +373,24 @@ def _web_settings(settings: Settings) -> WebSettings:
     )
 
 
-async def _open(stack: AsyncExitStack, runner: web.BaseRunner, address: str) -> str:
-    """Listen on an address; its URL, with the port that was found where it says 0."""
+async def open_listener(
+    stack: AsyncExitStack, runner: web.BaseRunner, address: str | Path, *, shared: bool = False
+) -> str:
+    """Listen on HOST:PORT, or on a unix socket; its URL, with the port that was found where it says 0.
+
+    `shared`: beside other processes that listen there too.
+
+    Raises:
+        CannotStart: somebody else has the address.
+    """
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
-    host, _, port = address.rpartition(":")
-    site = web.TCPSite(runner, host.strip("[]"), int(port))
+    if isinstance(address, Path):
+        await web.UnixSite(runner, str(address)).start()
+        return f"unix:{address}"
+    host, port = str(address).rsplit(":", 1)
     try:
-        await site.start()
+        await web.TCPSite(runner, host.strip("[]"), int(port), reuse_port=shared or None).start()
     except OSError as error:
         cause = error.strerror or str(error)
         raise CannotStart(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +92,7 @@ class Health:
             "engine": engine,
             "engine_life": self.life.told(),
             "ledger": self.ledger.view(),
+            "pid": os.getpid(),
             "in_flight": self.front.in_flight,
             "upstream_connections": self.engine.upstream.open_connections,
             "tasks": len(asyncio.all_tasks()),

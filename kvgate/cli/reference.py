@@ -158,7 +158,7 @@ def _commands_of(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         yield f"\n### `{parser.prog}`\n\n{parser.description}\n"
         yield "| argument | meaning |\n|---|---|"
         for action in parser._actions:  # noqa: SLF001 - argparse shows them nowhere else
-            if not isinstance(action, argparse._HelpAction):  # noqa: SLF001
+            if not isinstance(action, argparse._HelpAction) and action.help != argparse.SUPPRESS:  # noqa: SLF001
                 yield f"| `{_spelled(action)}` | {action.help} |"
 
 
