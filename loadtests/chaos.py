@@ -124,7 +124,10 @@ async def _client(
         body = _body(draw, stream=stream)
         try:
             async with asyncio.timeout(leave_s):
-                heard[await _ask(session, gate.url, body, f"t{at}")] += 1
+                what = await _ask(session, gate.url, body, f"t{at}")
+            heard[what] += 1
+            if what.startswith(("503", "429")):
+                await asyncio.sleep(0.5)
         except TimeoutError:
             heard["hung up"] += 1
         except (aiohttp.ClientError, OSError) as error:
