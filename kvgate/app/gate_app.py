@@ -224,15 +224,15 @@ class App:
         blind = False
         while True:
             await ledger.draining.wait()
+            seen = None
             try:
-                if (seen := await self._engine.look()) is not None:
-                    await ledger.observe(seen)
+                seen = await self._engine.look()
                 blind = False
             except (Refused, LineFailed) as problem:
                 if not blind:
                     log.warning("the slots cannot be looked at, drains wait", extra={"problem": str(problem)})
                 blind = True
-            await ledger.expire()
+            await (ledger.expire() if seen is None else ledger.observe(seen))
             await asyncio.sleep(DRAIN_POLL_S)
 
     async def _watch_child(self, child: Child) -> None:

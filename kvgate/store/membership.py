@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvgate.core.reason import Reason
+from kvgate.store.errors import StoreUnavailable
 from kvgate.store.ledger_scripts import facts_of, pool_json, pool_of
 
 if TYPE_CHECKING:
@@ -61,11 +62,18 @@ class Membership:
         if not self.joined:
             async with self.telling:
                 if not self.joined:
-                    await self.join(pool, knew=False)
+                    await self._join_first(pool)
             await self.renew()  # what an earlier gate left draining is to be looked at
         elif before != pool:
             log.warning("the KV pool changed", extra={"before": repr(before), "after": repr(pool)})
             self.wake_granted(await self._link.step("resize", pool=pool_json(pool)))
+
+    async def _join_first(self, pool: KvPool) -> None:
+        try:
+            await self.join(pool, knew=False)
+        except StoreUnavailable as problem:
+            self._link.fail(str(problem))
+            raise
 
     async def join(self, pool: KvPool, *, knew: bool) -> None:
         """Come, or come back; `knew` where this gate knew a ledger here before."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +95,8 @@ class SharedLedger:
         listening = asyncio.create_task(self._grants.listen())
         try:
             while True:
+                if listening.done():
+                    listening.result()  # a defect: it listens until it is cancelled
                 if self.link.out_since_s is not None:
                     self._begin_outage()
                     with contextlib.suppress(StoreUnavailable):
@@ -136,8 +137,8 @@ class SharedLedger:
                 if again is None:
                     continue
                 found = again
-            if isinstance(found, Lease) and found.queued_s:
-                found = replace(found, queued_s=self._clock() - asked_at_s)
+            if isinstance(found, Lease) and hand.waited:
+                return replace(found, queued_s=self._clock() - asked_at_s)
             return found
 
     def hand_over(self, lease_id: str) -> None:
@@ -186,6 +187,7 @@ class SharedLedger:
         """A look at the engine's slots: ends the drains, of any gate, that it proves to be over."""
         if self._outage is not None:
             self._outage.ledger.observe(seen)
+            self._outage.ledger.expire()
             self._member.show_drains(self._outage.ledger.draining.is_set())
             return
         with contextlib.suppress(StoreUnavailable):
@@ -253,7 +255,7 @@ class SharedLedger:
 
     async def _wait(self, hand: Hand, deadline_s: float) -> Lease | Denied:
         """Until it is granted, sent away or late; asks now and then, in case nobody told."""
-        lease_id = hand.reservation.lease_id
+        lease_id, hand.waited = hand.reservation.lease_id, True
         while True:
             left_s = deadline_s - self._clock()
             with contextlib.suppress(TimeoutError):
@@ -268,7 +270,7 @@ class SharedLedger:
             sent_s = self._clock()
             found = await self._ask(hand, "claim", id=lease_id)
             if "lease" in found:
-                return replace(self._leased(hand, found["lease"], sent_s), queued_s=math.ulp(1.0))
+                return self._leased(hand, found["lease"], sent_s)
             if "waiting" not in found:  # its grant was not claimed in time, or this gate counted as lost
                 return await self._reserve(hand, deadline_s)
 

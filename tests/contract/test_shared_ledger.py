@@ -468,6 +468,20 @@ async def test_what_an_earlier_gate_left_draining_is_looked_at_by_the_next(start
     assert other.ledger.draining.is_set()
 
 
+async def test_a_store_that_is_out_before_the_ledger_was_joined(
+    start: Callable[..., RunningGate], store: EmbeddedValkey
+) -> None:
+    """The first request finds it out; nothing spins, and the next one is served when the store is back."""
+    gate = start()
+    async with _stopped(store):
+        found = await gate.reserve("a", Quota(queue_timeout_s=1))
+        assert isinstance(found, Denied)
+        assert found.reason is Reason.STORE_OUT
+        await gate.ledger.settle("a", ended=False)
+    await until(lambda: not gate.ledger.is_out)
+    assert isinstance(await gate.reserve("b"), Lease)
+
+
 async def test_a_gate_whose_engine_is_still_loading_waits_for_it(
     start: Callable[..., RunningGate], caplog: pytest.LogCaptureFixture
 ) -> None:
