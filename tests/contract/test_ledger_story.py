@@ -434,6 +434,7 @@ BUGS = {
 }
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(server: Server, bug: str) -> None:
     """The stories are worth something: a wrong script does not get through what CI tells of them."""
