@@ -231,8 +231,8 @@ class Gate:
             if isinstance(await self._ledger.reserve(reservation, pool), Denied):
                 return  # found out nothing: the next request tries again
             held.line = await self._engine.open()
-            self._ledger.hand_over(held.lease_id)
             try:
+                self._ledger.hand_over(held.lease_id)
                 await self._engine.probe_reuse(held.line)
             except LineFailed:
                 raise Refused(refusal(Reason.ENGINE_UNREACHABLE, retry_after_s=1)) from None

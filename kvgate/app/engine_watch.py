@@ -108,7 +108,9 @@ async def look_at(engine: LlamaCpp) -> Look:
 class SlotsLedger(Protocol):
     """What the watch needs of the ledger; see `store.shared_ledger`."""
 
-    draining: asyncio.Event
+    @property
+    def draining(self) -> asyncio.Event:
+        """Set while anything drains."""
 
     async def observe(self, seen: SlotsSeen) -> None:
         """A look at the engine's slots."""
@@ -154,7 +156,6 @@ class SlotsWatch:
                 if not await self._wants_look():
                     continue
             await self._look()
-            await self._ledger.expire()
             await asyncio.sleep(DRAIN_POLL_S)
 
     async def _wants_look(self) -> bool:
@@ -173,9 +174,11 @@ class SlotsWatch:
                 log.warning("the slots cannot be looked at, drains wait", extra={"problem": str(problem)})
             self._blind = True
             self._note(self.foreign.unseen(self._clock()))
-            return
-        self._blind = False
+            seen = None
+        else:
+            self._blind = False
         if seen is None:
+            await self._ledger.expire()
             return
         await self._compare(len(seen.busy), asked, seen.asked_at_s)
         await self._ledger.observe(seen)

@@ -44,6 +44,13 @@ class InHand(NamedTuple):
     told: Told
 
 
+class Renewed(NamedTuple):
+    """What a renewal could not renew: leases that the ledger does not know, and those that drain already."""
+
+    unknown: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+
+
 class Push(NamedTuple):
     """What a gate is told without having asked: which of its waiting requests has what."""
 
@@ -151,14 +158,15 @@ class LeasedLedger:
             self._granted(self.ledger.settle(lease_id, now_s, ended=ended, used_tokens=used_tokens), now_s)
         self._forget()
 
-    def renew(self, gate: str, held: Sequence[Told], sent_at_s: float, now_s: float) -> tuple[str, ...]:
-        """A gate is there, and has these in hand; those of them that the ledger does not know.
+    def renew(self, gate: str, held: Sequence[Told], sent_at_s: float, now_s: float) -> Renewed:
+        """A gate is there, and has these in hand.
 
         A gate with unknown ones is to `register` them; until then it has not been heard of.
         """
         unknown = tuple(
             t.lease_id for t in held if not (self.ledger.holds(t.lease_id) or self.ledger.waits(t.lease_id))
         )
+        lost = tuple(t.lease_id for t in held if self.ledger.holds(t.lease_id) and not self.ledger.lease(t.lease_id))
         if not unknown:
             self._gates[gate] = now_s + self.lease_ttl_s
         for told in held:
@@ -168,7 +176,7 @@ class LeasedLedger:
                 before = self._unsettled_at_s.get(told.lease_id, -math.inf)
                 self._unsettled_at_s[told.lease_id] = max(before, min(sent_at_s, now_s))
         self._sweep(now_s)
-        return unknown
+        return Renewed(unknown, lost)
 
     def register(self, gate: str, held: Sequence[InHand], now_s: float) -> None:
         """A gate tells what it holds: what the ledger has forgotten is counted again, whatever fits."""

@@ -22,6 +22,7 @@ class Hand:
         good_until_s: when the lease runs out at the store unless it is renewed.
         at_store: whether anything may stand at the store under its id.
         asking: a step under way; it is never cancelled, since then nobody would know whether it was taken.
+        waited: whether it had to.
         woken: something was told of it while it waits; `refused` is the reason where it was sent away.
     """
 
@@ -32,6 +33,7 @@ class Hand:
     good_until_s: float = 0.0
     at_store: bool = False
     asking: asyncio.Task[dict[str, Any]] | None = None
+    waited: bool = False
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     refused: Reason | None = None
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import logging
-import math
-import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvgate.core.drain import DrainWatch, SlotsSeen
-from kvgate.core.foreign import Tally
 from kvgate.core.ledger import Denied, Lease
 from kvgate.core.reason import Reason
 from kvgate.ports import LineFailed
@@ -20,18 +16,17 @@ from kvgate.store.errors import StoreUnavailable
 from kvgate.store.grants import Grants
 from kvgate.store.in_hand import Hand, Settled
 from kvgate.store.ledger_link import LedgerLink
-from kvgate.store.ledger_scripts import LedgerScripts, facts_of, pool_json, pool_of, reservation_json, view_of
+from kvgate.store.ledger_scripts import LedgerScripts, reservation_json, view_of
+from kvgate.store.membership import Membership
 from kvgate.store.outage import Outage
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-    from kvgate.core.drain import LeaseFacts
+    from kvgate.core.foreign import Tally
     from kvgate.core.ledger import LedgerView, Reservation
     from kvgate.core.pool import KvPool
     from kvgate.ports import Clock
-
-log = logging.getLogger("kvgate.ledger")
 
 POLL_S = 1.0
 """How often one who waits asks, in case its grant's push was lost."""
@@ -77,30 +72,33 @@ class SharedLedger:
     """
 
     def __init__(self, client: Redis, engine: str, clock: Clock, settings: SharedSettings) -> None:
-        self.gate = secrets.token_hex(8)
         self.link = LedgerLink(client, LedgerScripts(client, engine), clock)
-        self.draining = asyncio.Event()
-        self.other_pool: KvPool | None = None
-        """The pool that is guarded, where it is not the one that this gate would guard."""
         self._clock = clock
         self._settings = settings
-        self._pool: KvPool | None = None
-        self._joined = False
-        self._in_hand: dict[str, Hand] = {}
-        self._settled: dict[str, Settled] = {}
-        self._telling = asyncio.Lock()
+        self._member = Membership(self.link, clock, settings.lease_ttl_s, settings.drain_max_s)
         self._watch = DrainWatch()
         self._outage: Outage | None = None
         self._view: LedgerView | None = None
         self._closed: Reason | None = None
-        self._tally = Tally()
-        self._grants = Grants(client, self.link, self.gate, self._pushed)
+        self._grants = Grants(client, self.link, self._member.gate, self._member.pushed)
+
+    @property
+    def draining(self) -> asyncio.Event:
+        """Set while anything drains, of whatever gate: the watcher of the engine's slots sleeps on it."""
+        return self._member.draining
+
+    @property
+    def other_pool(self) -> KvPool | None:
+        """The pool that is guarded, where it is not the one that this gate would guard."""
+        return self._member.other_pool
 
     async def run(self) -> None:
         """Keep what this gate holds alive, hear of grants, and come back after an outage; until cancelled."""
         listening = asyncio.create_task(self._grants.listen())
         try:
             while True:
+                if listening.done():
+                    listening.result()  # a defect: it listens until it is cancelled
                 if self.link.out_since_s is not None:
                     self._begin_outage()
                     with contextlib.suppress(StoreUnavailable):
@@ -111,9 +109,9 @@ class SharedLedger:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._settings.lease_ttl_s / 3):
                         await self.link.out.wait()
-                if self._joined:
+                if self._member.joined:
                     with contextlib.suppress(StoreUnavailable):
-                        await self._renew()
+                        await self._member.renew()
         finally:
             listening.cancel()
             await asyncio.wait([listening])
@@ -121,9 +119,9 @@ class SharedLedger:
     async def leave(self) -> None:
         """This gate goes: whatever waits is dropped at once."""
         with contextlib.suppress(StoreUnavailable):
-            await self._send_settled()
-            if self._joined:
-                await self.link.step("leave", gate=self.gate)
+            await self._member.send_settled()
+            if self._member.joined:
+                await self.link.step("leave", gate=self._member.gate)
 
     # -- the port
 
@@ -131,18 +129,18 @@ class SharedLedger:
         """Wait for room, at most `queue_timeout_s`; the settle that follows whatever comes leaves nothing behind."""
         asked_at_s = self._clock()
         deadline_s = asked_at_s + reservation.quota.queue_timeout_s
-        hand = self._in_hand[reservation.lease_id] = Hand(reservation)
+        hand = self._member.in_hand[reservation.lease_id] = Hand(reservation)
         while True:
             try:
-                await self._sized(pool)
+                await self._member.sized(pool)
                 found = await self._reserve(hand, deadline_s)
             except StoreUnavailable:
                 again = await self._reserve_in_outage(hand, deadline_s)
                 if again is None:
                     continue
                 found = again
-            if isinstance(found, Lease) and found.queued_s:
-                found = replace(found, queued_s=self._clock() - asked_at_s)
+            if isinstance(found, Lease) and hand.waited:
+                return replace(found, queued_s=self._clock() - asked_at_s)
             return found
 
     def hand_over(self, lease_id: str) -> None:
@@ -152,7 +150,7 @@ class SharedLedger:
             LineFailed: the lease ran out before it was used, as on a machine that stood still; somebody else may
                 hold its KV by now.
         """
-        if (hand := self._in_hand.get(lease_id)) is None:
+        if (hand := self._member.in_hand.get(lease_id)) is None:
             return
         if self._clock() >= hand.good_until_s:
             raise LineFailed("the lease ran out while this gate stood still", sent=False)
@@ -162,28 +160,28 @@ class SharedLedger:
 
     def answered(self, lease_id: str) -> None:
         """See `core.ledger.Ledger.answered`."""
-        if (hand := self._in_hand.get(lease_id)) is not None and hand.answered_s is None:
+        if (hand := self._member.in_hand.get(lease_id)) is not None and hand.answered_s is None:
             hand.answered_s = self._clock()
             if self._outage is not None:
                 self._outage.ledger.answered(lease_id)
 
     async def settle(self, lease_id: str, *, ended: bool, used_tokens: int | None = None) -> None:
         """See `core.ledger.Ledger.settle`; where the store is out it is told when it is back."""
-        if (hand := self._in_hand.get(lease_id)) is None:
+        if (hand := self._member.in_hand.get(lease_id)) is None:
             return
         if hand.asking is not None:
             await asyncio.wait([hand.asking])
             _hear(hand.asking)
-        async with self._telling:  # what is being registered must be known before it is over
-            self._in_hand.pop(lease_id, None)
+        async with self._member.telling:  # what is being registered must be known before it is over
+            self._member.in_hand.pop(lease_id, None)
         if self._outage is not None:
             await self._outage.ledger.settle(lease_id, ended=ended)
-            self._show_drains(self._outage.ledger.draining.is_set())
+            self._member.show_drains(self._outage.ledger.draining.is_set())
         if not hand.at_store and hand.lease is None:
             return
-        self._settled[lease_id] = settled = Settled(hand, ended, used_tokens)
+        self._member.settled[lease_id] = settled = Settled(hand, ended, used_tokens)
         with contextlib.suppress(StoreUnavailable):
-            await self._send_one(settled)
+            await self._member.send_one(settled)
 
     # -- what the app tells and asks
 
@@ -191,26 +189,27 @@ class SharedLedger:
         """A look at the engine's slots: ends the drains, of any gate, that it proves to be over."""
         if self._outage is not None:
             self._outage.ledger.observe(seen)
-            self._show_drains(self._outage.ledger.draining.is_set())
+            self._outage.ledger.expire()
+            self._member.show_drains(self._outage.ledger.draining.is_set())
             return
         with contextlib.suppress(StoreUnavailable):
-            facts = await self._renew()
+            facts = await self._member.renew()
             at_server = replace(seen, asked_at_s=self.link.server_time_s(seen.asked_at_s))
             if over := self._watch.observe(facts, at_server):
-                self._wake_granted(await self.link.step("free", ids=list(over)))
+                self._member.wake_granted(await self.link.step("free", ids=list(over)))
 
     async def expire(self) -> None:
         """Have time's own work done: leases that ran out, drains that lasted too long."""
         if self._outage is not None:
             self._outage.ledger.expire()
-            self._show_drains(self._outage.ledger.draining.is_set())
+            self._member.show_drains(self._outage.ledger.draining.is_set())
             return
         with contextlib.suppress(StoreUnavailable):
-            await self._renew()
+            await self._member.renew()
 
     def turn_away(self, reason: Reason) -> None:
         """Every request of this gate that waits is refused with this reason; what is held stays counted."""
-        for hand in self._in_hand.values():
+        for hand in self._member.in_hand.values():
             if hand.lease is None:
                 hand.refused = reason
                 hand.woken.set()
@@ -229,21 +228,21 @@ class SharedLedger:
 
         None where only this gate's own are known.
         """
-        if self._outage is None and self._joined:
+        if self._outage is None and self._member.joined:
             with contextlib.suppress(StoreUnavailable):
-                await self._renew()
-                return self._tally
+                await self._member.renew()
+                return self._member.tally
         return None
 
     async def resize(self, pool: KvPool) -> None:
         """The engine as this gate sees it now: guard this pool, where this gate has come to see another one."""
         with contextlib.suppress(StoreUnavailable):
-            await self._sized(pool)
+            await self._member.sized(pool)
 
     async def refresh(self) -> None:
         """Bring `view` up to date, if the store can."""
         with contextlib.suppress(StoreUnavailable):
-            if self._joined:
+            if self._member.joined:
                 self._view = view_of(await self.link.step("view"))
 
     def view(self) -> LedgerView | None:
@@ -262,37 +261,10 @@ class SharedLedger:
 
     # -- at the store
 
-    async def _sized(self, pool: KvPool) -> None:
-        if pool == self._pool and self._joined:
-            return
-        before, self._pool = self._pool, pool
-        if not self._joined:
-            async with self._telling:
-                if not self._joined:
-                    await self._join(pool, knew=False)
-            await self._renew()  # what an earlier gate left draining is to be looked at
-        elif before != pool:
-            log.warning("the KV pool changed", extra={"before": repr(before), "after": repr(pool)})
-            self._wake_granted(await self.link.step("resize", pool=pool_json(pool)))
-
-    async def _join(self, pool: KvPool, *, knew: bool) -> None:
-        found = await self.link.probe(
-            "join",
-            gate=self.gate,
-            pool=pool_json(pool),
-            ttl=int(self._settings.lease_ttl_s * 1000),
-            drain_max=int(self._settings.drain_max_s * 1000),
-            server=await self.link.server(),
-            knew=knew,
-        )
-        await self.link.probe("register", gate=self.gate, held=[])
-        self._joined = True
-        self._compare(found)
-
     async def _reserve(self, hand: Hand, deadline_s: float) -> Lease | Denied:
         lease_id, sent_s = hand.reservation.lease_id, self._clock()
         hand.at_store = True
-        found = await self._ask(hand, "reserve", gate=self.gate, **reservation_json(hand.reservation))
+        found = await self._ask(hand, "reserve", gate=self._member.gate, **reservation_json(hand.reservation))
         if "denied" in found:
             hand.at_store = False
             retry_s = (found.get("wait") or found["retry"]) / 1000
@@ -303,7 +275,7 @@ class SharedLedger:
 
     async def _wait(self, hand: Hand, deadline_s: float) -> Lease | Denied:
         """Until it is granted, sent away or late; asks now and then, in case nobody told."""
-        lease_id = hand.reservation.lease_id
+        lease_id, hand.waited = hand.reservation.lease_id, True
         while (refused := hand.refused or self._closed) is None:
             left_s = deadline_s - self._clock()
             with contextlib.suppress(TimeoutError):
@@ -318,13 +290,13 @@ class SharedLedger:
             sent_s = self._clock()
             found = await self._ask(hand, "claim", id=lease_id)
             if "lease" in found:
-                return replace(self._leased(hand, found["lease"], sent_s), queued_s=math.ulp(1.0))
+                return self._leased(hand, found["lease"], sent_s)
             if "waiting" not in found:  # its grant was not claimed in time, or this gate counted as lost
                 return await self._reserve(hand, deadline_s)
         return Denied(lease_id, refused, 0, PATIENCE_S)
 
     def _poll_s(self) -> float:
-        return max(POLL_S, len(self._in_hand) / POLLS_PER_S_MAX)
+        return max(POLL_S, len(self._member.in_hand) / POLLS_PER_S_MAX)
 
     def _leased(self, hand: Hand, found: dict[str, Any], sent_s: float) -> Lease:
         hand.lease = Lease(hand.reservation.lease_id, found["cells"], found["sequences"], 0.0)
@@ -335,93 +307,20 @@ class SharedLedger:
         """A step that goes to its end although who asked may leave: only then is it known what to settle."""
         hand.asking = asyncio.create_task(self.link.step(step, **ask))
         found = await asyncio.shield(hand.asking)
-        self._wake_granted(found)
+        self._member.wake_granted(found)
         return found
-
-    async def _renew(self) -> list[LeaseFacts]:
-        """Tell what is in hand; the facts of all leases, of any gate, while anything drains."""
-        sent_s = self._clock()
-        held = [hand for hand in self._in_hand.values() if hand.lease is not None]
-        sent = int(max(self.link.server_time_s(sent_s), 0) * 1000)
-        found = await self.link.step("renew", gate=self.gate, held=[hand.told(sent_s) for hand in held], sent=sent)
-        self._tally = Tally(**found["tally"])
-        unknown = set(found.get("unknown", ()))
-        for hand in held:
-            if hand.reservation.lease_id not in unknown:
-                hand.good_until_s = sent_s + self._settings.lease_ttl_s
-        if unknown:
-            await self._register()
-        self._wake_granted(found)
-        self._compare(found)
-        leases = [facts_of(one) for one in found.get("leases", ())]
-        self._show_drains(bool(leases))
-        return [
-            replace(facts, unsettled_at_s=math.inf) if facts.lease_id in self._in_hand else facts
-            for facts, _ in leases
-        ]
-
-    async def _register(self) -> None:
-        """Have counted whatever is in hand, and what drains unheard of."""
-        async with self._telling:
-            now_s = self._clock()
-            hands = [hand for hand in self._in_hand.values() if hand.lease is not None]
-            drains = [settled.hand for settled in self._settled.values() if settled.drains]
-            held = [hand.whole(now_s) for hand in [*hands, *drains]]
-            await self.link.probe("register", gate=self.gate, held=held)
-            for hand in hands:
-                hand.good_until_s = now_s + self._settings.lease_ttl_s
-
-    async def _send_one(self, settled: Settled) -> None:
-        found = await self.link.step("settle", **settled.told(self._clock()))
-        self._settled.pop(settled.hand.reservation.lease_id, None)
-        self._wake_granted(found)
-        if settled.drains:
-            self.draining.set()
-
-    async def _send_settled(self) -> None:
-        for settled in list(self._settled.values()):
-            await self._send_one(settled)
-
-    # -- what the store tells
-
-    def _pushed(self, lease_id: str, field: str) -> None:
-        hand = self._in_hand.get(lease_id)
-        if field == "drains":
-            self.draining.set()
-        elif hand is not None and hand.lease is None:
-            if field == "changed":
-                hand.refused, hand.at_store = Reason.ENGINE_CHANGED, False
-            hand.woken.set()
-
-    def _show_drains(self, there_are: bool) -> None:
-        if there_are:
-            self.draining.set()
-        else:
-            self.draining.clear()
-
-    def _wake_granted(self, found: dict[str, Any]) -> None:
-        for lease_id in found.get("granted", ()):
-            self._pushed(lease_id, "granted")
-
-    def _compare(self, found: dict[str, Any]) -> None:
-        """See whether another gate guards this engine by other figures."""
-        pool = pool_of(found["pool"])
-        other = pool if pool != self._pool else None
-        if other is not None and other != self.other_pool:
-            log.warning("another gate guards another pool", extra={"its": repr(other), "mine": repr(self._pool)})
-        self.other_pool = other
 
     # -- outages
 
     def _begin_outage(self) -> None:
-        if self._outage is None and self._settings.local and self._pool is not None:
-            held = [hand for hand in self._in_hand.values() if hand.lease is not None]
+        if self._outage is None and self._settings.local and self._member.pool is not None:
+            held = [hand for hand in self._member.in_hand.values() if hand.lease is not None]
             until_s = min((hand.good_until_s for hand in held), default=self._clock())
             settings = self._settings
             self._outage = Outage(
                 self._clock,
                 settings.drain_max_s,
-                pool=self._pool,
+                pool=self._member.pool,
                 held=held,
                 until_s=until_s,
                 reserve_slots=settings.reserve_slots,
@@ -452,22 +351,22 @@ class SharedLedger:
         """The store may be another one, or have forgotten: first tell it what this gate holds, then go on."""
         self.link.forget_time()
         outage = self._outage
-        if self._pool is None:
+        if self._member.pool is None:
             await self.link.server()
         else:
-            async with self._telling:
-                await self._join(self._pool, knew=self._joined)
+            async with self._member.telling:
+                await self._member.join(self._member.pool, knew=self._member.joined)
             if outage is not None:
-                for lease_id, settled in self._settled.items():
+                for lease_id, settled in self._member.settled.items():
                     settled.ended |= outage.saw_the_end_of(lease_id)
-            await self._register()
+            await self._member.register()
         self._outage = None
         self.link.recover()
         if outage is not None:
             outage.end()
-        await self._send_settled()
-        if self._joined:
-            await self._renew()
+        await self._member.send_settled()
+        if self._member.joined:
+            await self._member.renew()
 
 
 def engine_id(url: str) -> str:

@@ -159,7 +159,7 @@ async def _waits(gate: RunningGate, number: int) -> bool:
 async def test_a_lost_push_is_asked_for(start: Callable[..., RunningGate], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_ledger, "POLL_S", 0.2)
     one, other = start(), start()
-    monkeypatch.setattr(other.ledger, "_pushed", lambda *_: None)
+    monkeypatch.setattr(other.ledger._member, "pushed", lambda *_: None)
     monkeypatch.setattr(other.ledger._grants, "_told", lambda *_: None)
     for at in range(5):
         await one.serve(f"a{at}")
@@ -203,8 +203,8 @@ async def test_a_storm_of_cancels_leaves_nothing(start: Callable[..., RunningGat
             tasks[(at * 37) % 120].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await until(lambda: empty(gates[0]))
-    assert not gates[0].ledger._in_hand
-    assert not gates[0].ledger._settled
+    assert not gates[0].ledger._member.in_hand
+    assert not gates[0].ledger._member.settled
 
 
 async def test_another_gates_hang_up_is_proven_over_by_whoever_looks(start: Callable[..., RunningGate]) -> None:
@@ -259,6 +259,22 @@ async def test_a_gate_that_stood_still_does_not_use_what_it_lost(start: Callable
     gate.shift_s = 15.0
     with pytest.raises(LineFailed, match="stood still"):
         gate.ledger.hand_over("a")
+
+
+async def test_a_lease_that_drains_already_is_not_used_after_all(start: Callable[..., RunningGate]) -> None:
+    """Also where the gate has renewed since: draining never un-drains."""
+    late, other = start(lease_ttl_s=1.0), start(lease_ttl_s=1.0)
+    assert isinstance(await late.reserve("a"), Lease)
+    late.running.cancel()
+    await other.ledger.resize(POOL)
+
+    async def drains() -> bool:
+        return (await other.view()).draining == 1
+
+    await until(drains)
+    await late.ledger._member.renew()
+    with pytest.raises(LineFailed):
+        late.ledger.hand_over("a")
 
 
 async def test_gates_of_different_settings_are_told_apart(start: Callable[..., RunningGate]) -> None:
@@ -422,7 +438,7 @@ async def test_a_hang_up_in_an_outage_drains_here_and_then_there(
 
     async def told() -> bool:
         view = await gate.view()
-        return not gate.ledger._settled and view.draining == (0 if seen_idle else 1)
+        return not gate.ledger._member.settled and view.draining == (0 if seen_idle else 1)
 
     await until(told)
 
@@ -436,7 +452,7 @@ async def test_a_hang_up_that_finds_the_store_out_is_not_over(
     async with _stopped(store):
         await gate.ledger.settle("a", ended=False)
         await until(lambda: gate.ledger.is_out)
-    await until(lambda: not gate.ledger.is_out and not gate.ledger._settled)
+    await until(lambda: not gate.ledger.is_out and not gate.ledger._member.settled)
     assert (await gate.view()).draining == 1
 
 
@@ -450,6 +466,20 @@ async def test_what_an_earlier_gate_left_draining_is_looked_at_by_the_next(start
     other = start()
     await other.ledger.resize(POOL)
     assert other.ledger.draining.is_set()
+
+
+async def test_a_store_that_is_out_before_the_ledger_was_joined(
+    start: Callable[..., RunningGate], store: EmbeddedValkey
+) -> None:
+    """The first request finds it out; nothing spins, and the next one is served when the store is back."""
+    gate = start()
+    async with _stopped(store):
+        found = await gate.reserve("a", Quota(queue_timeout_s=1))
+        assert isinstance(found, Denied)
+        assert found.reason is Reason.STORE_OUT
+        await gate.ledger.settle("a", ended=False)
+    await until(lambda: not gate.ledger.is_out)
+    assert isinstance(await gate.reserve("b"), Lease)
 
 
 async def test_a_gate_whose_engine_is_still_loading_waits_for_it(

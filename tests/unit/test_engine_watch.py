@@ -301,10 +301,14 @@ class HeldHere(SlotsLedger):
 
     def __init__(self, clock: ManualClock) -> None:
         self.local = LocalLedger(clock, 60)
-        self.draining = self.local.draining
+
+    @property
+    def draining(self) -> asyncio.Event:
+        return self.local.draining
 
     async def observe(self, seen: SlotsSeen) -> None:
         self.local.observe(seen)
+        self.local.expire()
 
     async def expire(self) -> None:
         self.local.expire()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvgate.core.admission import Admit, Clamp, Reject
+from kvgate.core.ask import Usage
 from kvgate.core.ledger import Denied
 from kvgate.core.reason import Reason, refusal
 from kvgate.core.tenant import Tenant
@@ -17,7 +18,7 @@ from kvgate.dialects.anthropic_messages import AnthropicMessages
 from kvgate.dialects.openai_chat import OpenAiChat
 from kvgate.dialects.openai_embeddings import OpenAiEmbeddings
 from kvgate.gate import ATTEMPTS, PROBE_TENANT, Admitted, Call, Gate, Rejected
-from kvgate.ports import PROBE_SIZE, Refused
+from kvgate.ports import PROBE_SIZE, Refused, Told
 from kvgate.store.local_ledger import LocalLedger
 from tests.unit.doubles import (
     EngineDouble,
@@ -211,6 +212,34 @@ async def test_a_full_queue_is_told_with_when_to_come_back() -> None:
     assert "7 of your requests" in found.refusal.message
     assert isinstance(found.verdict, Admit)
     assert engine.lines == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [(Reason.REQUESTS_PER_MINUTE, 429), (Reason.TOKENS_PER_MINUTE, 429), (Reason.STORE_OUT, 503)],
+)
+async def test_a_full_minute_and_a_lost_store_are_told_with_when_to_come_back(reason: Reason, status: int) -> None:
+    found = await admit(EngineDouble(), LedgerDouble(replies=[Denied("", reason, 0, 64.2)]), call())
+    assert isinstance(found, Rejected)
+    assert (found.refusal.reason.status, found.refusal.retry_after_s) == (status, 60)
+    assert "60 s" in found.refusal.message
+
+
+@pytest.mark.parametrize(
+    ("told", "tokens"),
+    [(Told(Usage(100, 7)), 107), (Told(Usage(100, 7), untold=("more",)), 150), (None, 150)],
+    ids=["told", "told in part", "not told"],
+)
+async def test_a_minute_is_charged_what_was_used_where_that_is_known(told: Told | None, tokens: int) -> None:
+    """Else what was reserved: prompt and output limit."""
+    ledger = LocalLedger(ManualClock(), 60)
+    who = tenant(tokens_per_minute=150)
+    async with gate(EngineDouble(prompt_tokens=100), ledger).admit(call(chat(max_tokens=50), who=who)) as found:
+        assert isinstance(found, Admitted)
+        found.start()
+        found.receipt.ended, found.receipt.told = True, told
+    assert ledger._ledger is not None
+    assert ledger._ledger.minute_of("acme", 1000.0) == (0, tokens)
 
 
 async def test_a_request_that_waited_too_long_leaves_the_queue() -> None:

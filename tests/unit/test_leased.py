@@ -67,7 +67,7 @@ def test_a_gate_that_comes_back_late_un_drains_nothing_but_may_end_it() -> None:
     ledger.renew("g", [Told("a"), Told("b")], TTL_S + 1, TTL_S + 1)
     assert ledger.ledger.view().running == 2
     ledger.renew("g", [Told("a")], 31.0, 31.0)
-    ledger.renew("g", [Told("a"), Told("b")], 40.0, 40.0)
+    assert ledger.renew("g", [Told("a"), Told("b")], 40.0, 40.0).lost == ("b",)
     assert ledger.ledger.view().draining == 1
     ledger.settle(Told("b", 1.0), 41.0, ended=False)
     assert ledger.ledger.view().draining == 1
@@ -91,7 +91,7 @@ def test_after_a_restart_only_the_known_gates_are_waited_for() -> None:
     ledger.reserve("g", want("a"), 0.0)
     ledger.renew("h", [], 0.0, 0.0)
     ledger.join("g", POOL, "run 2", 5.0)
-    assert ledger.renew("g", [Told("a"), Told("lost")], 5.0, 5.0) == ("lost",)
+    assert ledger.renew("g", [Told("a"), Told("lost")], 5.0, 5.0).unknown == ("lost",)
     ledger.renew("h", [], 5.5, 5.5)
     assert isinstance(ledger.reserve("h", want("x"), 5.5), Ticket)
     ledger.register("g", [InHand(want("lost"), 100, Told("lost"))], 6.0)

@@ -1,7 +1,7 @@
 -- A gate is there, and has these leases in hand.
 -- ask: gate, sent (the gate's lower bound of the server's time), held [{id, handed_age, answered_age}, ...]
--- Gives "unknown": ids to register; "pool"; and while anything drains "leases": the facts of all that are held.
-local unknown = {}
+-- Gives "unknown": ids to register; "lost": ids that drain already; "pool"; and while anything drains "leases": the facts of all that are held.
+local unknown, lost = {}, {}
 for _, told in ipairs(ask.held) do
   local lease = record(key.leases, told.id)
   if lease and lease.claimed and not lease.since then
@@ -9,6 +9,8 @@ for _, told in ipairs(ask.held) do
     lease.unsettled = math.max(lease.unsettled or 0, math.min(ask.sent, now))
     keep(key.leases, told.id, lease)
     redis.call('ZADD', key.ends, now + num('ttl'), told.id)
+  elseif lease and lease.since then
+    lost[#lost + 1] = told.id
   elseif not lease and redis.call('HEXISTS', key.tickets, told.id) == 0 then
     unknown[#unknown + 1] = told.id
   end
@@ -20,7 +22,7 @@ if #unknown == 0 then
 end
 sweep()
 
-local found = {pool = pool, unknown = #unknown > 0 and unknown or nil}
+local found = {pool = pool, unknown = #unknown > 0 and unknown or nil, lost = #lost > 0 and lost or nil}
 if redis.call('ZCARD', key.draining) > 0 then
   local leases, flat = {}, redis.call('HGETALL', key.leases)
   for i = 1, #flat, 2 do
