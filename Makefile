@@ -44,8 +44,9 @@ unit: $(VENV)/dev.stamp
 e2e: $(VENV)/dev.stamp
 	@$(BIN)/python -m pytest tests/e2e
 
-docs: $(VENV)/dev.stamp  ## Write docs/reference.md anew from the code
+docs: $(VENV)/dev.stamp  ## Write docs/reference.md and docs/faults.md anew from the code
 	@$(BIN)/python -m kvgate.cli.reference > docs/reference.md
+	@$(BIN)/python -m tests.e2e.faults.render > docs/faults.md
 
 clean:  ## Remove what the other targets made
 	@rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

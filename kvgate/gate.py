@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 from kvgate.core.admission import Reject, decide
 from kvgate.core.ledger import Denied, Reservation
 from kvgate.core.reason import Reason, refusal
+from kvgate.core.replay import Asked
 from kvgate.core.reuse import Reuse
 from kvgate.core.tenant import Quota
 from kvgate.ports import PROBE_SIZE, LineFailed, Refused
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from kvgate.core.admission import Admit, Clamp, Verdict
     from kvgate.core.ledger import Lease
@@ -56,12 +57,12 @@ class Receipt:
     events: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Admitted:
     """A request that may run: its lease is held, its line to the engine is open, its body is capped.
 
     The holder calls `start` when the body goes out and `answered` when the engine's head is back, and fills
-    in the receipt; leaving the gate's context settles the lease and gives the line back.
+    in the receipt; leaving the gate's context settles the lease and gives the line back. `line` alone ever changes.
     """
 
     verdict: Admit | Clamp
@@ -75,21 +76,32 @@ class Admitted:
     answered: Callable[[], None]
     receipt: Receipt
     explain: Callable[[int, bytes], Refusal]
+    reopen: Callable[[], Awaitable[Line]]
+    asked: Asked
 
     @property
     def profile(self) -> EngineProfile:
         """The engine that it was judged for."""
         return self.counted.profile
 
+    async def renew_line(self) -> None:
+        """Another connection to the same engine, for a request of which nothing was sent on the first.
+
+        Raises:
+            Refused: the engine is not to be had, or is another one now.
+        """
+        self.line = await self.reopen()
+
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A request that may not run, and why; `verdict` is there where it came as far as the arithmetic."""
+    """A request that may not run, and why; `verdict` and `asked` are there where it came as far as the arithmetic."""
 
     refusal: Refusal
     verdict: Verdict | None = None
     request: ReadRequest | None = None
     counted: Counted | None = None
+    asked: Asked | None = None
 
     @property
     def profile(self) -> EngineProfile | None:
@@ -159,13 +171,14 @@ class Gate:
             held.prompts = counted.prompts
             pool = engine.pool(counted.profile)
             verdict = decide(request.ask, counted.prompts, pool, tenant)
+            asked = Asked.of(request.ask, counted.prompts, pool)
             if isinstance(verdict, Reject):
-                return Rejected(verdict.refusal, verdict, request, counted)
+                return Rejected(verdict.refusal, verdict, request, counted, asked)
             await self._check_reuse(call.dialect.name, counted, pool)
             reservation = Reservation(held.lease_id, tenant.name, tenant.quota, verdict.size)
             lease = await self._ledger.reserve(reservation, pool)
             if isinstance(lease, Denied):
-                return _denied(lease, tenant, verdict, request, counted)
+                return _denied(lease, tenant, verdict, request, counted, asked=asked)
             held.line = await engine.open()
         except Refused as refused:
             if refused.refusal.reason is Reason.ENGINE_CHANGED:
@@ -187,7 +200,18 @@ class Gate:
             answered=lambda: self._ledger.answered(held.lease_id),
             receipt=held.receipt,
             explain=engine.explain,
+            reopen=lambda: self._reopen(held, counted.profile),
+            asked=asked,
         )
+
+    async def _reopen(self, held: _Held, judged_for: EngineProfile) -> Line:
+        if held.line is not None:
+            held.line.release()
+            held.line = None
+        held.line = await self._engine.open()
+        if held.line.profile != judged_for:
+            raise Refused(refusal(Reason.ENGINE_CHANGED, retry_after_s=1))
+        return held.line
 
     async def _check_reuse(self, dialect: str, counted: Counted, pool: KvPool) -> None:
         """Refuse a dialect whose requests cannot carry the switch, unless the engine has reuse off by itself."""
@@ -239,7 +263,7 @@ def _check_model(model: str | None, tenant: Tenant) -> None:
 
 
 def _denied(
-    denied: Denied, tenant: Tenant, verdict: Verdict, request: ReadRequest, counted: Counted
+    denied: Denied, tenant: Tenant, verdict: Verdict, request: ReadRequest, counted: Counted, *, asked: Asked
 ) -> Rejected | None:
     if denied.reason is Reason.ENGINE_CHANGED:
         return None
@@ -254,4 +278,5 @@ def _denied(
         verdict,
         request,
         counted,
+        asked,
     )

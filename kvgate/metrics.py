@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections import defaultdict
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.parser import text_string_to_metric_families
 
+from kvgate.core.engine_state import Change, EngineState
 from kvgate.core.profile import Source
 from kvgate.core.reason import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-    from prometheus_client.core import Metric
-
+    from kvgate.core.foreign import ForeignWatch
     from kvgate.core.ledger import LedgerView
     from kvgate.core.profile import EngineProfile
     from kvgate.ports import RequestRecord
@@ -42,7 +44,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._states: list[_State] = []
+        self._states: list[_State | _Life] = []
         self._counted: list[Described] = []
         self.overflows = 0
         """Engine overflows since start; readiness warns of them."""
@@ -76,8 +78,11 @@ class Metrics:
             ("tenant",),
         )
         self._engine_changes = self._counter(
-            "kvgate_engine_changes", "Times the engine's profile changed after it was first seen.", ()
+            "kvgate_engine_changes", "Times the engine became another one after it was first seen.", ("what",)
         )
+        for change in Change:
+            self._engine_changes.labels(change.label)
+        self._changed_at_s = 0.0
 
     def _counter(self, name: str, meaning: str, labels: tuple[str, ...]) -> Counter:
         self._counted.append(Described(f"{name}_total", "counter", labels, meaning))
@@ -104,9 +109,10 @@ class Metrics:
             self._tokens.labels(record.tenant, "output").inc(usage.output_tokens)
             self._tokens.labels(record.tenant, "cached").inc(usage.cached_tokens)
 
-    def engine_changed(self) -> None:
-        """The engine is another one than before."""
-        self._engine_changes.inc()
+    def engine_changed(self, what: Change, at_s: float) -> None:
+        """The engine is another one than before, since `at_s` of Unix time."""
+        self._engine_changes.labels(what.label).inc()
+        self._changed_at_s = at_s
 
     def watch(
         self,
@@ -121,17 +127,71 @@ class Metrics:
         self._states.append(state)
         self.registry.register(state)
 
+    def watch_life(self, state: Callable[[], EngineState], foreign: Callable[[], ForeignWatch]) -> None:
+        """Read the engine's state, and who else uses it, at each scrape."""
+        life = _Life(state, foreign, lambda: self._changed_at_s)
+        self._states.append(life)
+        self.registry.register(life)
+
     def described(self) -> Iterator[Described]:
         """Every metric as it is scraped; gauges only while there is an engine to watch."""
         yield from self._counted
         for state in self._states:
             for gauge in state.collect():
                 labels = tuple(gauge.samples[0].labels) if gauge.samples else ("tenant",)
-                yield Described(gauge.name, gauge.type, labels, gauge.documentation)
+                name = f"{gauge.name}_total" if gauge.type == "counter" else gauge.name
+                yield Described(name, gauge.type, labels, gauge.documentation)
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
         return generate_latest(self.registry)
+
+
+GAUGES_SUMMED: Final = frozenset({"kvgate_upstream_connections"})
+"""Gauges that each process has for itself; the others tell of the engine and the store that all share."""
+
+GAUGES_LEAST: Final = frozenset({"kvgate_ready"})
+"""Gauges where the worst of the processes counts."""
+
+
+def merged(expositions: Sequence[bytes]) -> bytes:
+    """What several processes of one gate show, as one: counters and histograms added, gauges as they are shared."""
+    families: dict[str, Metric] = {}
+    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for exposition in expositions:
+        for family in text_string_to_metric_families(exposition.decode()):
+            families.setdefault(family.name, family)
+            for sample in family.samples:
+                values[family.name][sample.name, tuple(sample.labels.items())].append(sample.value)
+    registry = CollectorRegistry()
+    registry.register(_Merged([_merged(families[name], values[name]) for name in families]))
+    return generate_latest(registry)
+
+
+def _merged(family: Metric, found: dict[tuple[str, tuple[tuple[str, str], ...]], list[float]]) -> Metric:
+    together = Metric(family.name, family.documentation, family.type)
+    for (name, labels), values in found.items():
+        if name.endswith("_created"):
+            value = min(values)
+        elif family.type != "gauge" or family.name in GAUGES_SUMMED:
+            value = sum(values)
+        else:
+            value = min(values) if family.name in GAUGES_LEAST else max(values)
+        together.add_sample(name, dict(labels), value)
+    return together
+
+
+class _Merged:
+    """Metrics that are there already."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        """All of them."""
+        return iter(self._families)
 
 
 class _State:
@@ -167,6 +227,47 @@ class _State:
             yield from _engine(profile)
         if (view := self._ledger()) is not None:
             yield from _ledger(view)
+
+
+class _Life:
+    """The engine's state, and foreign traffic."""
+
+    def __init__(
+        self,
+        state: Callable[[], EngineState],
+        foreign: Callable[[], ForeignWatch],
+        changed_at_s: Callable[[], float],
+    ) -> None:
+        self._state, self._foreign, self._changed_at_s = state, foreign, changed_at_s
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing is collected while registering."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """All of it, now."""
+        now, foreign = self._state(), self._foreign()
+        states = GaugeMetricFamily(
+            "kvgate_engine_state", "1 for the state that the engine is in, 0 for every other.", labels=("state",)
+        )
+        for state in EngineState:
+            states.add_metric((state.label,), float(state is now))
+        yield states
+        yield GaugeMetricFamily(
+            "kvgate_engine_changed_timestamp_seconds",
+            "Unix time at which the engine last became another one, 0 where it never has.",
+            value=self._changed_at_s(),
+        )
+        yield GaugeMetricFamily(
+            "kvgate_foreign_slots",
+            "Busy slots that no lease of this gate explains: somebody uses the engine around it. Must stay 0.",
+            value=foreign.slots,
+        )
+        sightings = CounterMetricFamily(
+            "kvgate_foreign_sightings", "Times that somebody began to use the engine around this gate. Must stay 0."
+        )
+        sightings.add_metric((), foreign.sightings)
+        yield sightings
 
 
 def _engine(profile: EngineProfile) -> Iterator[Metric]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvgate.core.ask import Size
+from kvgate.core.engine_state import Trouble
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from kvgate.core.pool import KvPool
     from kvgate.core.profile import EngineProfile
     from kvgate.core.reason import Refusal
+    from kvgate.core.replay import Asked
     from kvgate.core.reuse import Reuse
     from kvgate.core.startup_log import StartupLog
     from kvgate.core.tenant import Tenant
@@ -28,21 +30,39 @@ PROBE_SIZE: Final = Size(prompt_tokens=96, output_tokens=1)
 class Refused(Exception):
     """Raised by an adapter that must refuse a request; the gate turns it into a value at once.
 
-    `detail` is the cause for the operator's log and commands, in kvgate's own words.
+    `detail` is the cause for the operator's log and commands, in kvgate's own words; `trouble` its kind, where a
+    call to the engine had no answer.
     """
 
-    def __init__(self, refusal: Refusal, detail: str = "") -> None:
+    def __init__(self, refusal: Refusal, detail: str = "", trouble: Trouble | None = None) -> None:
         super().__init__(refusal.reason.label)
         self.refusal = refusal
         self.detail = detail
+        self.trouble = trouble
 
 
 class LineFailed(Exception):
-    """The connection to the engine broke; `sent` tells whether bytes of the request may have arrived."""
+    """The connection to the engine broke; `sent` tells whether bytes of the request may have arrived.
 
-    def __init__(self, problem: str, *, sent: bool) -> None:
+    `silent` where it did not break: the engine just gave no answer in time.
+    """
+
+    def __init__(self, problem: str, *, sent: bool, silent: bool = False) -> None:
         super().__init__(problem)
         self.sent = sent
+        self.silent = silent
+
+    @property
+    def trouble(self) -> Trouble:
+        """What kind of trouble this is."""
+        return Trouble.SILENT if self.silent else Trouble.BROKEN
+
+
+class LineStalled(LineFailed):
+    """The engine was silent for too long, so the gate gave the connection up; the request had been sent."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem, sent=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +299,8 @@ class RequestRecord:
 
     Times are seconds, sizes tokens; None where the request did not come that far. `tenant` is "-" where no
     key was accepted, `path` only ever a served path or "-". `count_drift_tokens` is by how much the engine's
-    usage differs from what was counted; 0 is as it must be.
+    usage differs from what was counted; 0 is as it must be. `asked` is for judging it again (`core.replay`); neither
+    the log nor the metrics show it.
     """
 
     request_id: str
@@ -302,10 +323,11 @@ class RequestRecord:
     reuse_violation: bool = False
     count_drift_tokens: int = 0
     detail: str = ""
+    asked: Asked | None = None
 
 
 class Observer(Protocol):
-    """Whoever keeps account: metrics, the request log."""
+    """Whoever keeps account: metrics, the request log, the recent sizes."""
 
     def request(self, record: RequestRecord) -> None:
         """A request has ended, one way or another."""

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvgate.core.reason import Reason, Refusal, refusal
 from kvgate.core.sse import EventSplitter, EventTooLarge
-from kvgate.ports import LineFailed
-from kvgate.upstream import whole_body
+from kvgate.ports import LineFailed, LineStalled, Refused
+from kvgate.upstream import RETRY_AFTER_S, whole_body
+from kvgate.wire.answers import is_answer, is_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +25,7 @@ class Client(Protocol):
     """The other side: where the answer goes."""
 
     async def begin(self, status: int, headers: Mapping[str, str]) -> None:
-        """Send the head of a streamed answer."""
+        """Send the head of a streamed answer, right before its first bytes."""
 
     async def write(self, data: bytes) -> None:
         """Send some of a streamed answer; waits while the client is slow."""
@@ -50,75 +51,120 @@ async def relay(
 ) -> Relayed:
     """Run one admitted request.
 
-    1. The head is awaited: until then an error is still an ordinary answer.
+    1. The head is awaited, and of a stream its first bytes that are no error: until then an error is still an
+       ordinary answer, with a status of its own.
     2. An event stream goes on as it comes, event by event; its usage is read on the way.
     3. Anything else is held until it is whole, so that the client gets all of it or an error.
 
-    The receipt says `ended` only where the engine's answer came to its proper end; everything else drains.
+    The receipt says `ended` only where the engine's answer came to its proper end, or nothing of the request reached
+    it; everything else drains.
     """
-    line = admitted.line
+    say = _Say(dialect, client, headers)
     try:
-        admitted.start()
-        head = await line.send("POST", path, {"Content-Type": "application/json"}, admitted.body)  # 1
+        head = await _sent(admitted, path)  # 1
     except LineFailed as failed:
-        return await _refuse(Reason.ENGINE_FAILED, dialect, client, headers, f"before the head: {failed}")
+        return await say.failure(_reason_of(failed), f"before the head: {failed}")
+    except Refused as refused:
+        return await say(refused.refusal, f"on a second connection: {refused.detail}")
     admitted.answered()
     if head.status == 200 and (head.get("content-type") or "").startswith("text/event-stream"):
-        return await _stream(admitted, dialect, client, {**_passed_on(head), **headers})  # 2
-    return await _whole(admitted, dialect, head, client, headers)  # 3
+        return await _stream(admitted, dialect, client, {**_passed_on(head), **headers}, say)  # 2
+    return await _whole(admitted, dialect, head, say)  # 3
 
 
-async def _stream(admitted: Admitted, dialect: Dialect, client: Client, headers: Mapping[str, str]) -> Relayed:
-    await client.begin(200, headers)
+async def _sent(admitted: Admitted, path: str) -> Head:
+    """Send the request; once more on another connection where nothing of it was sent on the first.
+
+    What was sent is never sent again: the engine may be at work on it.
+    """
+    for again in (True, False):
+        admitted.start()
+        try:
+            return await admitted.line.send("POST", path, {"Content-Type": "application/json"}, admitted.body)
+        except LineFailed as failed:
+            admitted.receipt.ended = not failed.sent
+            if failed.sent or not again:
+                raise
+        await admitted.renew_line()
+        admitted.receipt.ended = False
+    raise AssertionError("the second attempt returns or raises")
+
+
+async def _stream(
+    admitted: Admitted, dialect: Dialect, client: Client, headers: Mapping[str, str], say: _Say
+) -> Relayed:
     tap = dialect.tap(admitted.request)
     splitter = EventSplitter()
-    broken = ""
+    begun, problem = False, ""
+    reason = Reason.ENGINE_FAILED
     try:
         while data := await admitted.line.read():
             if out := b"".join([tap.take(event) for event in splitter.feed(data)]):
+                if not begun:
+                    begun = True
+                    await client.begin(200, headers)
                 await client.write(out)
-    except (LineFailed, EventTooLarge) as failed:
-        broken = str(failed)
+    except LineFailed as failed:
+        problem, reason = str(failed), _reason_of(failed)
+    except EventTooLarge as large:
+        problem = str(large)
     finally:
         admitted.receipt.told, admitted.receipt.events = tap.told, tap.events
-    if tap.failure is None and tap.ended and not broken:
-        admitted.receipt.ended = True
-        return Relayed(200)
-    failure = refusal(Reason.ENGINE_FAILED) if tap.failure is None else admitted.explain(500, tap.failure)
+    if tap.ended and tap.failure is None and begun:
+        # The client has its whole answer, whatever the engine did behind it.
+        admitted.receipt.ended = not problem
+        return Relayed(200, detail=problem and f"behind the end marker: {problem}")
+    if tap.failure is not None:
+        failure, problem = admitted.explain(500, tap.failure), problem or "an error event"
+    else:
+        failure, problem = refusal(reason), problem or "the stream had no end marker"
+    if not begun:
+        return await say(failure, f"before the first event: {problem}")
     await client.write(dialect.refuse_in_stream(failure))
-    return Relayed(200, failure, broken or "the stream had no end marker")
+    return Relayed(200, failure, problem)
 
 
-async def _whole(
-    admitted: Admitted, dialect: Dialect, head: Head, client: Client, headers: Mapping[str, str]
-) -> Relayed:
+async def _whole(admitted: Admitted, dialect: Dialect, head: Head, say: _Say) -> Relayed:
     try:
         body = await whole_body(admitted.line, ANSWER_BYTES_MAX)
     except LineFailed as failed:
-        return await _refuse(Reason.ENGINE_FAILED, dialect, client, headers, f"in mid-answer: {failed}")
+        return await say.failure(_reason_of(failed), f"in mid-answer: {failed}")
     admitted.receipt.ended = True
     if head.status >= 400:
-        failure = admitted.explain(head.status, body)
-        return await _say(failure, dialect, client, headers)
+        return await say(admitted.explain(head.status, body))
+    if not is_answer(body):
+        return await say.failure(Reason.ENGINE_FAILED, f"{len(body)} bytes that are no JSON")
+    if is_error(body):
+        return await say(admitted.explain(500, body), "an error inside a 200")
     admitted.receipt.told = dialect.told(admitted.request, body)
-    await client.whole(head.status, {**_passed_on(head), **headers}, body)
+    await say.client.whole(head.status, {**_passed_on(head), **say.headers}, body)
     return Relayed(head.status)
 
 
-async def _refuse(
-    reason: Reason, dialect: Dialect, client: Client, headers: Mapping[str, str], detail: str = ""
-) -> Relayed:
-    return await _say(refusal(reason), dialect, client, headers, detail)
+def _reason_of(failed: LineFailed) -> Reason:
+    if not failed.sent:
+        return Reason.ENGINE_UNREACHABLE
+    return Reason.ENGINE_STALLED if isinstance(failed, LineStalled) else Reason.ENGINE_FAILED
 
 
-async def _say(
-    failure: Refusal, dialect: Dialect, client: Client, headers: Mapping[str, str], detail: str = ""
-) -> Relayed:
-    told = {**headers, "Content-Type": "application/json", "x-kvgate-reason": failure.reason.label}
-    if failure.retry_after_s is not None:
-        told["retry-after"] = str(failure.retry_after_s)
-    await client.whole(failure.reason.status, told, dialect.refuse(failure))
-    return Relayed(failure.reason.status, failure, detail)
+@dataclass(frozen=True, slots=True)
+class _Say:
+    """Tells a client, in its dialect, of a failure before its answer began."""
+
+    dialect: Dialect
+    client: Client
+    headers: Mapping[str, str]
+
+    async def __call__(self, failure: Refusal, detail: str = "") -> Relayed:
+        told = {**self.headers, "Content-Type": "application/json", "x-kvgate-reason": failure.reason.label}
+        if failure.retry_after_s is not None:
+            told["retry-after"] = str(failure.retry_after_s)
+        await self.client.whole(failure.reason.status, told, self.dialect.refuse(failure))
+        return Relayed(failure.reason.status, failure, detail)
+
+    async def failure(self, reason: Reason, detail: str) -> Relayed:
+        retry_after_s = RETRY_AFTER_S if reason is Reason.ENGINE_UNREACHABLE else None
+        return await self(refusal(reason, retry_after_s=retry_after_s), detail)
 
 
 PASSED_ON = ("content-type", "cache-control", "x-accel-buffering")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 - pydantic reads the annotations
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 from pydantic_settings import (
@@ -66,6 +68,12 @@ class EngineSettings(_Section):
     drain_max_s: float = Field(
         120.0, gt=0, description="Seconds after which a hung-up request's KV counts as free without proof."
     )
+    idle_timeout_s: float = Field(
+        120.0,
+        gt=0,
+        description="Seconds of silence in mid-answer after which the engine counts as stalled; comments count as "
+        "life. Before an answer begins only an engine that does not answer /health either is given up.",
+    )
 
 
 class StoreSettings(_Section):
@@ -121,6 +129,9 @@ class Settings(BaseSettings):
     admin_listen: Address = Field(
         "127.0.0.1:8601", description="HOST:PORT for the operator: health, metrics, status."
     )
+    workers: int = Field(
+        1, ge=1, le=256, description="Processes that serve side by side on one address, over one ledger."
+    )
     tenants: Path | None = Field(None, description="The tenants file.")
     tenants_owner: str | None = Field(
         None,
@@ -162,7 +173,11 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 class TenantSection(_Section):
     """One `[tenant.NAME]` of the tenants file."""
 
-    keys_sha256: tuple[Sha256, ...] = Field((), description="SHA-256 of each key, 64 lower-case hex digits.")
+    keys_sha256: tuple[Sha256, ...] | None = Field(
+        None,
+        description="SHA-256 of each key, 64 lower-case hex digits: these and no others. Without this line the "
+        "tenant's keys are made and revoked by `kvgate keys`.",
+    )
     models: tuple[str, ...] | None = Field(None, description="Models that may be named; none allows every model.")
     context_tokens_max: int | None = Field(
         None, ge=1, description="Limit. Tokens of prompt and output together in one request."
@@ -236,8 +251,62 @@ def load(config: Path | None, flags: Mapping[str, Any], environment: Mapping[str
         raise BadSettings(f"a {ENV_PREFIX}* variable that holds a section must be a JSON object: {error}") from None
 
 
-def load_tenants(path: Path) -> dict[str, tuple[Tenant, tuple[str, ...]]]:
-    """The tenants that a file declares, each with the SHA-256 of its keys.
+RELOADABLE: Final = frozenset(
+    {
+        "anonymous_tenant",
+        "engine.context_tokens_min",
+        "engine.on_undersized",
+        "engine.kv_topology",
+        "engine.pool_tokens",
+        "engine.pool_headroom_ratio",
+        "engine.margin_tokens",
+        "engine.idle_timeout_s",
+        "http.body_bytes_max",
+        "http.body_timeout_s",
+        "http.write_timeout_s",
+        "http.cors_origins",
+        "http.stop_grace_s",
+    }
+)
+"""Settings that a running gate takes over on SIGHUP; the others hold sockets, stores and processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """Settings read anew: those in force from now on, which of them changed, and what changed in vain."""
+
+    settings: Settings
+    changed: tuple[str, ...]
+    needs_restart: tuple[str, ...]
+
+
+def reloaded(before: Settings, found: Settings) -> Reloaded:
+    """Of what was found, take over what may change while a gate runs."""
+    old, new = _values(before), _values(found)
+    differing = [name for name in new if new[name] != old[name]]
+    changed = tuple(name for name in differing if name in RELOADABLE)
+    in_force = before
+    for name in changed:
+        section, _, field = name.rpartition(".")
+        if section:
+            part = getattr(in_force, section).model_copy(update={field: new[name]})
+            in_force = in_force.model_copy(update={section: part})
+        else:
+            in_force = in_force.model_copy(update={field: new[name]})
+    return Reloaded(in_force, changed, tuple(name for name in differing if name not in RELOADABLE))
+
+
+def _values(settings: Settings) -> dict[str, Any]:
+    """Every setting by its dotted name."""
+    return {
+        name: functools.reduce(getattr, name.split("."), settings)
+        for name, *_ in described()
+        if not name.startswith("tenant.")
+    }
+
+
+def load_tenants(path: Path) -> dict[str, tuple[Tenant, tuple[str, ...] | None]]:
+    """The tenants that a file declares, each with the SHA-256 of its keys, or None where it leaves them to others.
 
     Raises:
         BadSettings: as `load`, or one key is declared for two tenants.
@@ -248,7 +317,7 @@ def load_tenants(path: Path) -> dict[str, tuple[Tenant, tuple[str, ...]]]:
         raise _bad(error, str(path), TenantsFile) from None
     owners: dict[str, str] = {}
     for name, section in file.tenant.items():
-        for digest in section.keys_sha256:
+        for digest in section.keys_sha256 or ():
             if owners.setdefault(digest, name) != name:
                 raise BadSettings(f"{path}: tenants {owners[digest]!r} and {name!r} declare the same key")
     return {name: (section.tenant(name), section.keys_sha256) for name, section in file.tenant.items()}

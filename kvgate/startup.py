@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
@@ -25,6 +26,9 @@ READ_BYTES_MAX = 64 * 1024 * 1024
 
 CHILD_LINE_BYTES_MAX = 1024 * 1024
 """A longer line of a child is passed on in pieces."""
+
+COPY_BYTES_MAX = 4 * 1024 * 1024
+"""What is copied of a child's output: its start is at the beginning, all else may quote clients."""
 
 STOP_GRACE_S = 10.0
 
@@ -71,12 +75,19 @@ class LogFile:
 
 
 class Child:
-    """An engine run as a child process, its output read and passed on; implements `ports.StartupLogSource`."""
+    """An engine run as a child process, its output read and passed on; implements `ports.StartupLogSource`.
+
+    Args:
+        command: the engine's own.
+        copy_to: a file that gets the beginning of its output, for other processes to read.
+    """
 
     is_childs = True
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], copy_to: Path | None = None) -> None:
         self._command = command
+        self._copy_to = copy_to
+        self._copied_bytes = 0
         self._log = StartupLog()
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -138,9 +149,18 @@ class Child:
                 line = await stdout.readexactly(over.consumed)
             if not line:
                 return
-            sys.stderr.buffer.write(line)
-            sys.stderr.flush()
+            # Nobody reads kvgate's own output any more: the child's must be read all the same, or it would hang.
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.buffer.write(line)
+                sys.stderr.flush()
+            self._copy(line)
             # As in LogFile. A child starts once; what follows may quote clients, who could write another start.
             if not continued and self._log.starts == 0:
                 self._log.feed([line.decode("utf-8", "replace")])
             continued = not line.endswith(b"\n")
+
+    def _copy(self, line: bytes) -> None:
+        if self._copy_to is not None and self._copied_bytes < COPY_BYTES_MAX:
+            self._copied_bytes += len(line)
+            with self._copy_to.open("ab") as file:
+                file.write(line)

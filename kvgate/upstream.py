@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import re
+import socket
 import ssl
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -11,14 +14,15 @@ from urllib.parse import urlsplit
 import httptools
 
 from kvgate import __version__
+from kvgate.core.engine_state import Trouble
 from kvgate.core.reason import Reason, refusal
-from kvgate.ports import Head, LineFailed, Refused
+from kvgate.ports import Head, LineFailed, LineStalled, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     from kvgate.core.profile import EngineProfile
-    from kvgate.ports import Clock, Line
+    from kvgate.ports import Line
 
 BUFFER_BYTES_MAX = 256 * 1024
 """Body bytes held for a reader that is behind; beyond it the engine's socket is not read."""
@@ -31,7 +35,18 @@ IDLE_S = 2.0
 
 CONNECT_TIMEOUT_S = 5.0
 
-_RETRY_AFTER_S = 2
+RETRY_AFTER_S = 2
+"""For an engine that cannot be reached: how soon a client may try again."""
+
+IDLE_TIMEOUT_S = 120.0
+"""How long the engine may be silent in mid-answer.
+
+Another tenant's long prefill stalls it for half a minute (llama.cpp issue 29175). There is no limit in all: an answer
+may take as long as it takes.
+"""
+
+_SILENT_RETRY_AFTER_S = 10
+"""Of an engine that hangs: each try costs its caller seconds, and it seldom comes to itself."""
 
 
 class Connection(asyncio.Protocol):
@@ -59,7 +74,10 @@ class Connection(asyncio.Protocol):
         self._complete = True
         self._keep_alive = True
         self._lost: str | None = None
+        self._stalled = False
+        self._heard_at_s = 0.0
         self._idle: asyncio.TimerHandle | None = None
+        self._silence: asyncio.TimerHandle | None = None
 
     @property
     def profile(self) -> EngineProfile:
@@ -85,7 +103,7 @@ class Connection(asyncio.Protocol):
         Raises:
             LineFailed: the connection broke before the head was complete.
         """
-        if self._lost is not None or self._transport is None:
+        if self._lost is not None or self._transport is None or self._transport.is_closing():
             raise LineFailed(self._lost or "not connected", sent=False)
         self._parser = httptools.HttpResponseParser(self)
         self._complete, self._status, self._head_bytes, self._headless_bytes = False, 0, 0, 0
@@ -108,7 +126,7 @@ class Connection(asyncio.Protocol):
             if self._complete:
                 return b""
             if self._lost is not None:
-                raise LineFailed(self._lost, sent=True)
+                raise self._failure(self._lost)
             self._wakeup = self._loop.create_future()
             try:
                 await self._wakeup
@@ -119,6 +137,7 @@ class Connection(asyncio.Protocol):
         self._buffered = 0
         if self._paused and self._transport is not None and self._lost is None:
             self._paused = False
+            self._heard_at_s = self._loop.time()  # until now it was not listened to
             self._transport.resume_reading()
         return data
 
@@ -129,6 +148,7 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """Close without waiting for anything: the engine sees a hang-up and cancels its work."""
         self.keep(None)
+        self._watch_silence(None)
         self._lost = self._lost or "closed by kvgate"  # else an answer without a length would seem to end here
         if self._transport is not None:
             self._transport.abort()
@@ -138,6 +158,16 @@ class Connection(asyncio.Protocol):
         if self._idle is not None:
             self._idle.cancel()
         self._idle = idle
+
+    def stall(self, problem: str) -> None:
+        """Give up on an engine that is silent."""
+        self._stalled = True
+        self._fail(problem)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether a request was sent and no byte of its answer's body has come."""
+        return not self._complete and self._silence is None and self._lost is None
 
     # -- asyncio.Protocol
 
@@ -150,6 +180,7 @@ class Connection(asyncio.Protocol):
         if self._complete:
             self._fail("the engine sent bytes that nobody asked for")
             return
+        self._heard_at_s = self._loop.time()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -196,7 +227,9 @@ class Connection(asyncio.Protocol):
                 self._head.set_result(Head(status, tuple(self._headers)))
 
     def on_body(self, data: bytes) -> None:
-        """Some of the body."""
+        """Some of the body; from the first of it on the engine may be silent for so long and no longer."""
+        if self._silence is None:
+            self._watch_silence(self._upstream.idle_timeout_s)
         self._chunks.append(data)
         self._buffered += len(data)
         if self._buffered > BUFFER_BYTES_MAX and not self._paused and self._transport is not None:
@@ -213,13 +246,34 @@ class Connection(asyncio.Protocol):
 
     def _finish(self) -> None:
         self._complete = True
+        self._watch_silence(None)
         self._wake()
+
+    def _watch_silence(self, seconds: float | None) -> None:
+        """Look again after so many seconds; one timer a stream, however many events it has."""
+        if self._silence is not None:
+            self._silence.cancel()
+        self._silence = None if seconds is None else self._loop.call_later(seconds, self._silence_over)
+
+    def _silence_over(self) -> None:
+        allowed_s = self._upstream.idle_timeout_s
+        silent_s = self._loop.time() - self._heard_at_s
+        if self._paused:  # the client is slow, not the engine
+            self._watch_silence(allowed_s)
+        elif silent_s < allowed_s:
+            self._watch_silence(allowed_s - silent_s)
+        else:
+            self.stall(f"the engine sent nothing for {allowed_s:g} s in mid-answer")
+
+    def _failure(self, problem: str) -> LineFailed:
+        return LineStalled(problem) if self._stalled else LineFailed(problem, sent=True)
 
     def _fail(self, problem: str) -> None:
         if self._lost is None:
             self._lost = problem
+        self._watch_silence(None)
         if self._head is not None and not self._head.done():
-            self._head.set_exception(LineFailed(self._lost, sent=True))
+            self._head.set_exception(self._failure(self._lost))
             self._head.exception()  # the waiter may have been cancelled: nobody else would look at it
         self._wake()
         if self._transport is not None and not self._transport.is_closing():
@@ -239,8 +293,8 @@ class Upstream:
     Args:
         url: `http://host:port`, `https://...`, with an optional path in front of the engine's own.
         hello: asks the engine for its profile on a fresh connection; raises `Refused` where there is none.
-        clock: seconds.
         api_key: the engine's own key, sent with every request.
+        idle_timeout_s: seconds that the engine may be silent once an answer's body has begun. Comments count as life.
 
     Raises:
         ValueError: the URL is not one.
@@ -250,8 +304,8 @@ class Upstream:
         self,
         url: str,
         hello: Callable[[Connection], Awaitable[EngineProfile]],
-        clock: Clock,
         api_key: str | None = None,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.username:
@@ -261,9 +315,9 @@ class Upstream:
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self._hello = hello
-        self._clock = clock
         self._idle: list[Connection] = []
         self._open: set[Connection] = set()
+        self.idle_timeout_s = idle_timeout_s
         self.authority = parts.netloc
         self.prefix = parts.path.rstrip("/")
         self.headers = {"User-Agent": f"kvgate/{__version__}", "Accept-Encoding": "identity"}
@@ -304,23 +358,22 @@ class Upstream:
                     lambda: Connection(self), self._host, self._port, ssl=self._ssl
                 )
         except TimeoutError:
-            raise self._unreachable(f"no connection within {CONNECT_TIMEOUT_S:g} s") from None
+            raise self._unreachable(f"no connection within {CONNECT_TIMEOUT_S:g} s", Trouble.NO_CONNECTION) from None
         except OSError as error:
-            raise self._unreachable(error.strerror or str(error)) from None
+            raise self._unreachable(error.strerror or str(error), trouble_of(error)) from None
         self._open.add(connection)
         try:
             connection.introduce(await self._hello(connection))
         except LineFailed as failed:
             connection.close()
-            raise self._unreachable(str(failed)) from None
+            raise self._unreachable(str(failed), failed.trouble) from None
         except BaseException:
             connection.close()
             raise
         return connection
 
-    def _unreachable(self, cause: str) -> Refused:
-        unreachable = refusal(Reason.ENGINE_UNREACHABLE, retry_after_s=_RETRY_AFTER_S)
-        return Refused(unreachable, f"{self._url}: {cause}")
+    def _unreachable(self, cause: str, trouble: Trouble) -> Refused:
+        return unanswered(f"{self._url}: {cause}", trouble)
 
     @property
     def _loop(self) -> asyncio.AbstractEventLoop:
@@ -340,11 +393,41 @@ class Upstream:
         if connection in self._idle:
             self._idle.remove(connection)
 
+    def end_silent(self, problem: str) -> None:
+        """Give up on every answer of which nothing has come; for an engine that answers nobody."""
+        for connection in [one for one in self._open if one.is_silent]:
+            connection.stall(problem)
+
+    def forget_idle(self) -> None:
+        """Close what nobody uses, so that the next request asks the engine anew who it is."""
+        for connection in list(self._idle):
+            connection.close()
+
     async def close(self) -> None:
         """Close every connection."""
         for connection in list(self._open):
             connection.close()
         await asyncio.sleep(0)
+
+
+def unanswered(cause: str, trouble: Trouble) -> Refused:
+    """The refusal where the engine gave no answer."""
+    retry_after_s = _SILENT_RETRY_AFTER_S if trouble is Trouble.SILENT else RETRY_AFTER_S
+    return Refused(refusal(Reason.ENGINE_UNREACHABLE, retry_after_s=retry_after_s), cause, trouble)
+
+
+def trouble_of(error: OSError) -> Trouble:
+    """Why no connection came about; a host with several addresses tells all of its errors in one text."""
+    if isinstance(error, socket.gaierror):
+        return Trouble.NAME_UNKNOWN
+    if isinstance(error, ssl.SSLError):
+        return Trouble.TLS
+    numbers = {error.errno} | {int(number) for number in re.findall(r"\[Errno (\d+)\]", str(error))}
+    if errno.ECONNREFUSED in numbers:
+        return Trouble.REFUSED
+    if numbers & {errno.ENETUNREACH, errno.EHOSTUNREACH}:
+        return Trouble.NO_ROUTE
+    return Trouble.BROKEN if errno.ECONNRESET in numbers else Trouble.NO_CONNECTION
 
 
 async def whole_body(line: Line, bytes_max: int) -> bytes:

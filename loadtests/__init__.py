@@ -1,1 +1,1 @@
-"""What is measured rather than tested: run by hand, on a quiet machine."""
+"""Long runs: attacks, chaos and benchmarks. Each prints a table; none is a timed test."""

@@ -18,16 +18,18 @@ if TYPE_CHECKING:
 
 def admin_app(
     metrics: Metrics,
+    *,
     problems: Callable[[], list[str]],
     warnings: Callable[[], list[str]],
     status: Callable[[], dict[str, Any]],
+    engine: Callable[[], dict[str, Any]],
     refresh: Callable[[], Awaitable[None]],
 ) -> web.Application:
     """The operator's application.
 
     `/healthz`: the process answers. `/readyz`: 200 while requests are served, else 503; with the sentences
-    that say why not, and the warnings. `/metrics`: for Prometheus. `/status`: everything, as JSON. The last two
-    `refresh` first, which a store that hangs can delay by no more than its timeout.
+    that say why not, the warnings, and the engine's state. `/metrics`: for Prometheus. `/status`: everything, as
+    JSON. The last two `refresh` first, which a store that hangs can delay by no more than its timeout.
     """
 
     async def healthz(_: web.Request) -> web.Response:
@@ -35,7 +37,7 @@ def admin_app(
 
     async def readyz(_: web.Request) -> web.Response:
         found = problems()
-        body = {"ready": not found, "problems": found, "warnings": warnings()}
+        body = {"ready": not found, "problems": found, "warnings": warnings(), "engine": engine()}
         return web.json_response(body, status=503 if found else 200)
 
     async def exposition(_: web.Request) -> web.Response:

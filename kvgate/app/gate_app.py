@@ -16,18 +16,22 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from kvgate.admin.listener import admin_app
-from kvgate.app.health import Health, profile_warnings
+from kvgate.app.engine_watch import ENGINE_POLL_S, LifeWatch, SlotsWatch, look_at
+from kvgate.app.health import Health
 from kvgate.app.tenants_file import STORE_TIMEOUT_S, NotApplied, TenantsFile
+from kvgate.core.engine_state import EngineState
 from kvgate.core.profile import KvSettings, Topology
+from kvgate.core.reason import Reason
 from kvgate.engines.llamacpp import LlamaCpp, LlamaCppSettings
 from kvgate.gate import Gate
 from kvgate.log import RequestLog
 from kvgate.metrics import Metrics
-from kvgate.ports import LineFailed, Refused
+from kvgate.settings import BadSettings, reloaded
 from kvgate.startup import Child, LogFile
 from kvgate.store.client import connect
 from kvgate.store.embedded import EmbeddedValkey
 from kvgate.store.errors import StoreUnavailable
+from kvgate.store.recent_sizes import RecentSizes
 from kvgate.store.shared_ledger import SharedLedger, SharedSettings, engine_id
 from kvgate.store.tenants import ValkeyTenants
 from kvgate.web import Front, WebSettings, served_routes
@@ -35,14 +39,11 @@ from kvgate.web import Front, WebSettings, served_routes
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from kvgate.core.profile import EngineProfile
     from kvgate.ports import RequestRecord
-    from kvgate.settings import Settings
+    from kvgate.settings import Reloaded, Settings
 
 log = logging.getLogger("kvgate.app")
 
-ENGINE_POLL_S = 1.0
-DRAIN_POLL_S = 0.1
 CUT_S = 0.5
 FIRST_LOOK_S = 300.0
 """How long a child engine may take to load its model before the gate gives up on it."""
@@ -56,10 +57,12 @@ class CannotStart(Exception):
 class _Observers:
     metrics: Metrics
     request_log: RequestLog
+    sizes: RecentSizes
 
     def request(self, record: RequestRecord) -> None:
         self.metrics.request(record)
         self.request_log.request(record)
+        self.sizes.request(record)
 
 
 class App:
@@ -69,18 +72,28 @@ class App:
         settings: all of them.
         command: run this as the engine, a child of the gate; empty where the engine runs elsewhere.
         announce: told, once, that the gate listens: the tenants' URL and the operator's.
+        reread: reads the settings anew, on SIGHUP; raises `BadSettings`.
+        worker: one of several processes on one address: the socket where its operator's side listens.
     """
 
     def __init__(
-        self, settings: Settings, command: Sequence[str] = (), announce: Callable[[str, str], None] | None = None
+        self,
+        settings: Settings,
+        command: Sequence[str] = (),
+        announce: Callable[[str, str], None] | None = None,
+        reread: Callable[[], Settings] | None = None,
+        worker: Path | None = None,
     ) -> None:
         if settings.engine.url is None:
             raise CannotStart("no engine: give --upstream http://host:port, or engine.url in kvgate.toml")
         self._settings = settings
         self._announce = announce
+        self._reread = reread
+        self._worker = worker
         self._clock = time.monotonic
         self._child = Child(command) if command else None
         self._metrics = Metrics()
+        self._life = LifeWatch(self._clock, self._metrics)
         self._engine = self._make_engine(settings.engine.url)
         self._health: Health | None = None
         self._stopping = asyncio.Event()
@@ -92,6 +105,30 @@ class App:
         if self._stopping.is_set():
             self._hurrying.set()
         self._stopping.set()
+
+    def reload(self) -> None:
+        """Read settings and tenants anew; what SIGHUP does. What cannot be used leaves the last ones in force."""
+        if (health := self._health) is None:
+            return
+        if self._reread is not None:
+            try:
+                self._take_over(health, reloaded(self._settings, self._reread()))
+            except BadSettings as error:
+                health.settings_problem = f"the settings were not reloaded, the last ones stay in force: {error}"
+                log.warning("the settings were not reloaded", extra={"problem": str(error)})
+        health.tenants_file.reload.set()
+
+    def _take_over(self, health: Health, found: Reloaded) -> None:
+        settings = self._settings = health.settings = found.settings
+        health.settings_problem = None
+        if found.needs_restart:
+            names = ", ".join(found.needs_restart)
+            health.settings_problem = f"these settings were changed and need a restart to come into force: {names}"
+        if any(name.startswith("engine.") for name in found.changed):
+            self._engine.configure(_engine_settings(settings))
+        health.front.configure(_web_settings(settings))
+        health.tenants_file.anonymous = settings.anonymous_tenant
+        log.info("settings reloaded", extra={"changed": found.changed, "needs_restart": found.needs_restart})
 
     async def run(self) -> int:
         """Serve until stopped; the exit status.
@@ -114,17 +151,17 @@ class App:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
         health = self._health = await self._open_store(stack)
-        loop.add_signal_handler(signal.SIGHUP, health.tenants_file.reload.set)
+        loop.add_signal_handler(signal.SIGHUP, self.reload)
         stack.push_async_callback(self._engine.close)
         if self._child is not None:
             await self._child.start()
             stack.push_async_callback(self._child.stop)
-        await self._first_look(health)
+        await self._first_look(health.ledger)
         jobs = [
             health.tenants.watch(),
             health.tenants_file.watch(),
-            self._watch_engine(health),
-            self._watch_drains(health.ledger),
+            self._watch_engine(health.ledger),
+            health.slots.run(),
         ]
         if self._child is not None:
             jobs.append(self._watch_child(self._child))
@@ -137,15 +174,22 @@ class App:
         ready = lambda: not health.problems()  # noqa: E731 - likewise
         store_out = lambda: health.ledger.is_out  # noqa: E731 - likewise
         self._metrics.watch(lambda: self._engine.profile, health.ledger.view, ready, connections, store_out)
-        admin = web.AppRunner(
-            admin_app(self._metrics, health.problems, health.warnings, health.status, health.ledger.refresh),
-            access_log=None,
+        self._metrics.watch_life(lambda: self._life.life.state, lambda: health.slots.foreign)
+        told = admin_app(
+            self._metrics,
+            problems=health.problems,
+            warnings=health.warnings,
+            status=health.status,
+            engine=self._life.told,
+            refresh=health.ledger.refresh,
         )
-        admin_url = await _open(stack, admin, self._settings.admin_listen)
+        admin = web.AppRunner(told, access_log=None)
+        admin_url = await open_listener(stack, admin, self._worker or self._settings.admin_listen)
         # The grace period is over when the runner is cleaned up: aiohttp would wait another two minutes by itself.
         tenants = web.ServerRunner(health.front.server(), shutdown_timeout=CUT_S)
-        url = await _open(stack, tenants, self._settings.listen)
-        log.info("listening", extra={"url": url, "admin_url": admin_url})
+        url = await open_listener(stack, tenants, self._settings.listen, shared=self._worker is not None)
+        event = "listening" if self._worker is None else "worker listening"
+        log.info(event, extra={"url": url, "admin_url": admin_url})
         if self._announce is not None:
             self._announce(url, admin_url)
 
@@ -174,6 +218,7 @@ class App:
             return
         front = self._health.front
         front.draining = True
+        self._health.ledger.close_queue(Reason.GATE_DRAINING)
         grace_s = self._settings.http.stop_grace_s
         log.info("stopping", extra={"in_flight": front.in_flight, "grace_s": grace_s})
         waiters = [asyncio.create_task(front.idle()), asyncio.create_task(self._hurrying.wait())]
@@ -187,53 +232,32 @@ class App:
                 async with asyncio.timeout(CUT_S):
                     await front.idle()
 
-    async def _first_look(self, health: Health) -> None:
+    async def _first_look(self, ledger: SharedLedger) -> None:
         """Wait for a child engine to load its model; look once at an engine that runs elsewhere."""
         deadline = self._clock() + (FIRST_LOOK_S if self._child is not None else 0)
-        while not await self._look_at_engine(health) and self._clock() < deadline and not self._stopping.is_set():
+        while not await self._look_at_engine(ledger) and self._clock() < deadline and not self._stopping.is_set():
             if self._child is not None and self._child.ended:
                 raise CannotStart("the engine ended while it was starting; its output is above")
             await asyncio.sleep(0.2)
 
     # -- watchers
 
-    async def _watch_engine(self, health: Health) -> None:
+    async def _watch_engine(self, ledger: SharedLedger) -> None:
         while True:
             await asyncio.sleep(ENGINE_POLL_S)
-            await self._look_at_engine(health)
+            await self._look_at_engine(ledger)
 
-    async def _look_at_engine(self, health: Health) -> bool:
-        try:
-            profile = await self._engine.discover()
-        except Refused as refused:
-            before, health.engine_refusal = health.engine_refusal, refused.refusal
-            if before is None or before.reason is not refused.refusal.reason:
-                extra = {"reason": refused.refusal.reason.label, "cause": refused.detail}
-                log.warning("the engine does not serve", extra=extra)
+    async def _look_at_engine(self, ledger: SharedLedger) -> bool:
+        look = await look_at(self._engine)
+        self._life.looked(look)
+        profile, reason = self._engine.profile, look.state.value.reason
+        if reason is not None and look.state is not EngineState.UNDERSIZED:
             # Who waits for room on an engine that is gone would wait for nothing.
-            health.ledger.turn_away(refused.refusal.reason)
+            ledger.turn_away(reason)
             return False
-        if health.engine_refusal is not None:
-            log.info("the engine serves again")
-        health.engine_refusal = None
-        await health.ledger.resize(self._engine.pool(profile))
+        if profile is not None:
+            await ledger.resize(self._engine.pool(profile))
         return True
-
-    async def _watch_drains(self, ledger: SharedLedger) -> None:
-        """While anything drains, look at the engine's slots until they show it over."""
-        blind = False
-        while True:
-            await ledger.draining.wait()
-            seen = None
-            try:
-                seen = await self._engine.look()
-                blind = False
-            except (Refused, LineFailed) as problem:
-                if not blind:
-                    log.warning("the slots cannot be looked at, drains wait", extra={"problem": str(problem)})
-                blind = True
-            await (ledger.expire() if seen is None else ledger.observe(seen))
-            await asyncio.sleep(DRAIN_POLL_S)
 
     async def _watch_child(self, child: Child) -> None:
         status = await child.wait()
@@ -246,43 +270,18 @@ class App:
 
     def _make_engine(self, url: str) -> LlamaCpp:
         given = self._settings.engine
-        topology = None if given.kv_topology == "auto" else Topology(given.kv_topology)
         startup_log = self._child or (LogFile(given.log) if given.log is not None else None)
         try:
             return LlamaCpp(
                 url,
-                LlamaCppSettings(
-                    kv=KvSettings(topology, given.pool_tokens),
-                    context_tokens_min=given.context_tokens_min,
-                    undersized_refused=given.on_undersized == "refuse",
-                    margin_tokens=given.margin_tokens,
-                    headroom_ratio=given.pool_headroom_ratio,
-                ),
+                _engine_settings(self._settings),
                 self._clock,
                 startup_log=startup_log,
-                on_profile=self._engine_profile,
+                on_profile=self._life.profile,
                 api_key=given.api_key,
             )
         except ValueError as error:
             raise CannotStart(str(error)) from None
-
-    def _engine_profile(self, before: EngineProfile | None, now: EngineProfile) -> None:
-        fields = {
-            "n_ctx_slot": str(now.n_ctx_slot),
-            "total_slots": str(now.total_slots),
-            "topology": str(now.topology),
-            "pool_tokens": str(now.pool_tokens),
-            "kv_type": now.kv_type,
-            "build": now.build,
-            "fingerprint": now.fingerprint,
-        }
-        if before is None:
-            log.info("engine found", extra=fields)
-        else:
-            self._metrics.engine_changed()
-            log.warning("the engine is another one now", extra={**fields, "fingerprint_before": before.fingerprint})
-        for warning in profile_warnings(now):
-            log.warning(warning)
 
     async def _open_store(self, stack: AsyncExitStack) -> Health:
         """Open the store, the ledger in it, and apply the tenants file."""
@@ -291,7 +290,8 @@ class App:
             url = given.url
             if url is None:
                 embedded = EmbeddedValkey(given.data_dir or Path(".kvgate"))
-                await embedded.start()
+                async with embedded.alone():  # else it might attach to a command's, which is about to end
+                    await embedded.start()
                 stack.push_async_callback(embedded.stop)
                 url = embedded.url
                 await self._run_beside(stack, [embedded.supervise()])
@@ -322,36 +322,75 @@ class App:
             await file.apply()
         except NotApplied as error:
             raise CannotStart(str(error)) from None
-        front = self._make_front(tenants, ledger)
-        return Health(self._settings, self._engine, ledger, self._metrics, tenants, file, front)
+        sizes = RecentSizes(client)
+        stack.push_async_callback(sizes.flush)
+        await self._run_beside(stack, [sizes.run()])
+        return Health(
+            self._settings,
+            self._engine,
+            ledger,
+            self._metrics,
+            tenants,
+            file,
+            self._make_front(tenants, ledger, sizes),
+            self._life,
+            SlotsWatch(self._engine, ledger, self._clock),
+        )
 
-    def _make_front(self, tenants: ValkeyTenants, ledger: SharedLedger) -> Front:
-        given = self._settings.http
+    def _make_front(self, tenants: ValkeyTenants, ledger: SharedLedger, sizes: RecentSizes) -> Front:
         return Front(
             Gate(self._engine, ledger, new_id=lambda: secrets.token_hex(16)),
             self._engine,
             tenants=tenants,
             routes=served_routes(),
-            observer=_Observers(self._metrics, RequestLog()),
+            observer=_Observers(self._metrics, RequestLog(), sizes),
             clock=self._clock,
-            settings=WebSettings(
-                body_bytes_max=given.body_bytes_max,
-                body_timeout_s=given.body_timeout_s,
-                write_timeout_s=given.write_timeout_s,
-                anonymous_tenant=self._settings.anonymous_tenant,
-                cors_origins=frozenset(given.cors_origins),
-            ),
+            settings=_web_settings(self._settings),
         )
 
 
-async def _open(stack: AsyncExitStack, runner: web.BaseRunner, address: str) -> str:
-    """Listen on an address; its URL, with the port that was found where it says 0."""
+def _engine_settings(settings: Settings) -> LlamaCppSettings:
+    given = settings.engine
+    topology = None if given.kv_topology == "auto" else Topology(given.kv_topology)
+    return LlamaCppSettings(
+        kv=KvSettings(topology, given.pool_tokens),
+        context_tokens_min=given.context_tokens_min,
+        undersized_refused=given.on_undersized == "refuse",
+        margin_tokens=given.margin_tokens,
+        headroom_ratio=given.pool_headroom_ratio,
+        idle_timeout_s=given.idle_timeout_s,
+    )
+
+
+def _web_settings(settings: Settings) -> WebSettings:
+    given = settings.http
+    return WebSettings(
+        body_bytes_max=given.body_bytes_max,
+        body_timeout_s=given.body_timeout_s,
+        write_timeout_s=given.write_timeout_s,
+        anonymous_tenant=settings.anonymous_tenant,
+        cors_origins=frozenset(given.cors_origins),
+    )
+
+
+async def open_listener(
+    stack: AsyncExitStack, runner: web.BaseRunner, address: str | Path, *, shared: bool = False
+) -> str:
+    """Listen on HOST:PORT, or on a unix socket; its URL, with the port that was found where it says 0.
+
+    `shared`: beside other processes that listen there too.
+
+    Raises:
+        CannotStart: somebody else has the address.
+    """
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
-    host, _, port = address.rpartition(":")
-    site = web.TCPSite(runner, host.strip("[]"), int(port))
+    if isinstance(address, Path):
+        await web.UnixSite(runner, str(address)).start()
+        return f"unix:{address}"
+    host, port = str(address).rsplit(":", 1)
     try:
-        await site.start()
+        await web.TCPSite(runner, host.strip("[]"), int(port), reuse_port=shared or None).start()
     except OSError as error:
         cause = error.strerror or str(error)
         raise CannotStart(

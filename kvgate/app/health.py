@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvgate.core.profile import Source
 
 if TYPE_CHECKING:
+    from kvgate.app.engine_watch import LifeWatch, SlotsWatch
     from kvgate.app.tenants_file import TenantsFile
     from kvgate.core.profile import EngineProfile
-    from kvgate.core.reason import Refusal
     from kvgate.engines.llamacpp import LlamaCpp
     from kvgate.metrics import Metrics
     from kvgate.settings import Settings
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 class Health:
     """The state of one gate, read whenever somebody asks.
 
-    `engine_refusal` is why the engine did not serve at the last look at it.
+    `settings_problem` is what of the settings, as they were read last, is not in force.
     """
 
     settings: Settings
@@ -34,16 +35,15 @@ class Health:
     tenants: ValkeyTenants
     tenants_file: TenantsFile
     front: Front
-    engine_refusal: Refusal | None = None
+    life: LifeWatch
+    slots: SlotsWatch
+    settings_problem: str | None = None
 
     def problems(self) -> list[str]:
         """Why requests are not served now; empty while they are."""
         problems = ["this gate is shutting down"] if self.front.draining else []
-        undersized = self.engine.refusal_now()
-        if self.engine_refusal is not None:
-            problems.append(self.engine_refusal.message)
-        elif undersized is not None:
-            problems.append(undersized.refusal.message)
+        if not self.life.life.state.is_served:
+            problems.append(self.life.told()["sentence"])
         if self.ledger.is_out and self.ledger.outage_pool is None:
             problems.append("the store is out, and this gate may let nobody in without it")
         return problems
@@ -51,18 +51,23 @@ class Health:
     def warnings(self) -> list[str]:
         """What the operator should look at although requests are served."""
         profile, least = self.engine.profile, self.settings.engine.context_tokens_min
-        warnings = [] if profile is None else profile_warnings(profile)
-        if profile is not None and self.engine.is_undersized:
+        warnings = self.life.warnings() + ([] if profile is None else profile_warnings(profile))
+        if (foreign := self.slots.warning()) is not None:
+            warnings.append(foreign)
+        if profile is not None and self.engine.is_undersized and self.settings.engine.on_undersized == "warn":
             found = profile.n_ctx_slot.value
             warnings.append(f"the engine's n_ctx_slot of {found} tokens is below context_tokens_min = {least}")
         if self.tenants.stale_since is not None:
             warnings.append("the store is out: tenants and keys are as they were when it was last seen")
         if not self.tenants.has_keys and self.settings.anonymous_tenant is None:
             warnings.append(
-                "no tenant has a key, so every request is refused with 401: declare one in the tenants file"
+                "no tenant has a key, so every request is refused with 401: make one with kvgate keys create "
+                "TENANT, or declare one in the tenants file"
             )
         if (problem := self.tenants_file.problem) is not None:
             warnings.append(f"the tenants file was not applied, the last one stays in force: {problem}")
+        if self.settings_problem is not None:
+            warnings.append(self.settings_problem)
         if (outage := self.ledger.outage_pool) is not None:
             warnings.append(
                 f"the store is out: this gate goes by what it held, {outage.slots} slots and {outage.tokens} tokens"
@@ -85,7 +90,9 @@ class Health:
         engine = profile and {"profile": profile, "fingerprint": profile.fingerprint, "kv_type": profile.kv_type}
         return {
             "engine": engine,
+            "engine_life": self.life.told(),
             "ledger": self.ledger.view(),
+            "pid": os.getpid(),
             "in_flight": self.front.in_flight,
             "upstream_connections": self.engine.upstream.open_connections,
             "tasks": len(asyncio.all_tasks()),

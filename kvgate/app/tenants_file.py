@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvgate.settings import BadSettings, load_tenants
 from kvgate.store.errors import StoreUnavailable
-from kvgate.store.tenants import DeclaredTenant, TenantsConflict
+from kvgate.store.registry import DeclaredTenant, TenantsConflict
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +35,7 @@ class TenantsFile:
     def __init__(self, settings: Settings, tenants: ValkeyTenants) -> None:
         self._path = settings.tenants
         self._owner = settings.tenants_owner or ("" if self._path is None else str(self._path.resolve()))
-        self._anonymous = settings.anonymous_tenant
+        self.anonymous = settings.anonymous_tenant
         self._tenants = tenants
         self.reload = asyncio.Event()
         self.problem: str | None = None
@@ -55,8 +55,8 @@ class TenantsFile:
             raise NotApplied(f"{error}. Where the file has moved, set tenants_owner to the old path") from None
         except (BadSettings, StoreUnavailable) as error:
             raise NotApplied(str(error)) from None
-        if self._anonymous is not None and self._tenants.by_name(self._anonymous) is None:
-            raise NotApplied(f"anonymous_tenant = {self._anonymous!r}, but no tenant of that name is declared")
+        if self.anonymous is not None and self._tenants.by_name(self.anonymous) is None:
+            raise NotApplied(f"anonymous_tenant = {self.anonymous!r}, but no tenant of that name is declared")
         self.problem = None
 
     async def watch(self) -> None:
@@ -88,8 +88,12 @@ class TenantsFile:
         sections = {name: DeclaredTenant(tenant, keys) for name, (tenant, keys) in declared.items()}
         async with asyncio.timeout(STORE_TIMEOUT_S):
             applied = await self._tenants.apply(sections, source=self._owner)
-        changed = applied.added + applied.changed
-        extra = {"file": str(path), "changed": changed, "removed": applied.removed}
+        extra = {
+            "file": str(path),
+            "added": len(applied.added),
+            "changed": len(applied.changed),
+            "removed": len(applied.removed),
+        }
         log.info("tenants applied", extra=extra)
 
 

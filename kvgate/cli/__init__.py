@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvgate import __version__
-from kvgate.cli import check, serve
+from kvgate.cli import check, keys, serve, tenants, top
+from kvgate.cli.answers import Parser
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 
@@ -20,13 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "--" in given:
         at = given.index("--")
         given, command = given[:at], given[at + 1 :]
-    parser = argparse.ArgumentParser(
-        prog="kvgate", description="Guards the context budget of an LLM inference server.", allow_abbrev=False
-    )
-    parser.add_argument("--version", action="version", version=f"kvgate {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve.add(commands)
-    check.add(commands)
+    parser, _ = parsers()
     options = parser.parse_args(given)
     if command and options.command != "serve":
         parser.error(f"only serve runs an engine after --, not {options.command}")
@@ -34,3 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.run(options, command))
     except KeyboardInterrupt:
         return 130
+
+
+def parsers() -> tuple[Parser, argparse._SubParsersAction[Any]]:
+    """The command line's parser, and the commands in it."""
+    parser = Parser(
+        prog="kvgate", description="Guards the context budget of an LLM inference server.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"kvgate {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in (serve, check, top, tenants, keys):
+        command.add(commands)
+    return parser, commands

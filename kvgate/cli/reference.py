@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import TYPE_CHECKING
 
+from kvgate.cli import parsers
+from kvgate.core.engine_state import Change, EngineState
+from kvgate.core.foreign import ForeignWatch
 from kvgate.core.ledger import Ledger
 from kvgate.core.profile import EngineProfile, Fact, Source, Topology
 from kvgate.core.reason import Reason
 from kvgate.metrics import Metrics
-from kvgate.settings import described
+from kvgate.settings import RELOADABLE, described
 from kvgate.web import HEADERS, served_routes
 from kvgate.web.routes import Control, Inference, Own
 from kvgate.wire import fields
@@ -24,10 +28,12 @@ def reference() -> str:
         _section("Settings", _settings("")),
         _section("Tenants file", _settings("tenant.NAME.")),
         _section("Reasons", _reasons()),
+        _section("States of the engine", _states()),
         _section("Headers", _headers()),
         _section("Metrics", _metrics()),
         _section("Paths", _paths()),
         _section("Output limits", _output_limits()),
+        _section("Commands", _commands()),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -42,13 +48,15 @@ def _settings(prefix: str) -> Iterator[str]:
     else:
         yield (
             "`kvgate.toml`, overridden by `KVGATE_*` variables (`engine.url` is `KVGATE_ENGINE__URL`), overridden by "
-            "flags.\nUnknown keys are errors.\n"
+            "flags.\nUnknown keys are errors. SIGHUP reads them anew: those with a \u21bb come into force,\nfor the "
+            "others the gate says that it needs a restart. A file that cannot be used leaves the last one in force.\n"
         )
     yield "| key | default | meaning |\n|---|---|---|"
     for name, _, default, meaning in described():
         if name.startswith("tenant.NAME.") == bool(prefix):
             shown = "none" if default is None or default == () else f"`{getattr(default, 'value', default)}`"
-            yield f"| `{name.removeprefix(prefix)}` | {shown} | {meaning} |"
+            mark = " \u21bb" if name in RELOADABLE else ""
+            yield f"| `{name.removeprefix(prefix)}` | {shown} | {meaning}{mark} |"
 
 
 def _reasons() -> Iterator[str]:
@@ -57,6 +65,18 @@ def _reasons() -> Iterator[str]:
     for reason in Reason:
         row = reason.value
         yield f"| `{row.label}` | {row.status} | `{row.code}` | {row.meaning} |"
+
+
+def _states() -> Iterator[str]:
+    yield "`engine.state` in `/readyz`, and the label of `kvgate_engine_state`.\n"
+    yield "| state | what requests get | what to do |\n|---|---|---|"
+    for state in EngineState:
+        row = state.value
+        got = "served" if row.reason is None else f"{row.reason.status} `{row.reason.label}`, with `retry-after`"
+        yield f"| `{row.label}` | {got} | {row.to_do} |"
+    yield "\n| change (`engine.changed`, `kvgate_engine_changes_total`) | the engine was |\n|---|---|"
+    for change in Change:
+        yield f"| `{change.label}` | {change.value[1]} |"
 
 
 def _headers() -> Iterator[str]:
@@ -72,6 +92,7 @@ def _metrics() -> Iterator[str]:
     profile = _sample_profile()
     view = Ledger(profile.pool()).view()
     metrics.watch(lambda: profile, lambda: view, lambda: True, lambda: 0)
+    metrics.watch_life(lambda: EngineState.SERVING, ForeignWatch)
     for name, kind, labels, meaning in metrics.described():
         yield f"| `{name}` | {kind} | {', '.join(labels)} | {meaning} |"
 
@@ -117,6 +138,37 @@ def _output_limits() -> Iterator[str]:
         "\nThe engine always gets one positive limit; the other names are removed. llama.cpp alone would let "
         "`n_predict: -1` beat\n`max_tokens: 4` and answer without limit; here a name without a limit beats nothing."
     )
+
+
+def _commands() -> Iterator[str]:
+    yield (
+        "Exit status 0: done; 1: the answer is no; 2: it could not be asked. With `--json` one object: the answer on "
+        "standard\noutput, or `ok` (`false` for 1, `null` for 2) and `problem` on standard error."
+    )
+    _, commands = parsers()
+    yield from _commands_of(commands)
+
+
+def _commands_of(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Iterator[str]:
+    for parser in commands.choices.values():
+        inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]  # noqa: SLF001
+        if inner:
+            yield from _commands_of(inner[0])
+            continue
+        yield f"\n### `{parser.prog}`\n\n{parser.description}\n"
+        yield "| argument | meaning |\n|---|---|"
+        for action in parser._actions:  # noqa: SLF001 - argparse shows them nowhere else
+            if not isinstance(action, argparse._HelpAction) and action.help != argparse.SUPPRESS:  # noqa: SLF001
+                yield f"| `{_spelled(action)}` | {action.help} |"
+
+
+def _spelled(action: argparse.Action) -> str:
+    if not action.option_strings:
+        name = str(action.metavar or action.dest)
+        return f"[{name}]" if action.nargs == "?" else name
+    flag = action.option_strings[0]
+    word = flag if action.nargs == 0 else f"{flag} {action.metavar}"
+    return word if action.required else f"[{word}]"
 
 
 def _sample_profile() -> EngineProfile:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import shlex
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvgate.app import App, CannotStart
+from kvgate.app import App, CannotStart, Workers
 from kvgate.log import start_logging
 from kvgate.settings import BadSettings, load
-
-if TYPE_CHECKING:
-    import argparse
 
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
@@ -32,6 +30,8 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--admin-listen", metavar="HOST:PORT", help="for the operator (default 127.0.0.1:8601)")
     parser.add_argument("--upstream", metavar="URL", help="the engine, http://host:port")
     parser.add_argument("--engine-log", type=Path, metavar="FILE", help="the engine's startup log")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes side by side on one address (default 1)")
+    parser.add_argument("--worker", type=Path, metavar="SOCKET", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -43,16 +43,18 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
         return _say(
             "--upstream is for an engine that runs elsewhere; after -- one is run as a child: give one of them"
         )
-    flags: dict[str, Any] = {
-        name: value for name in ("tenants", "listen", "admin_listen") if (value := getattr(options, name)) is not None
-    }
+    names = ("tenants", "listen", "admin_listen", "workers")
+    flags: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
     start_logging()
     try:
         engine = {"url": options.upstream or _child_url(command), "log": options.engine_log}
         if given := {name: value for name, value in engine.items() if value is not None}:
             flags["engine"] = given
         settings = load(options.config, flags)
-        return asyncio.run(_serve(settings, command))
+        if settings.workers > 1 and options.worker is None:
+            return asyncio.run(Workers(settings, _for_workers(options), command).run())
+        app = App(settings, command, reread=lambda: load(options.config, flags), worker=options.worker)
+        return asyncio.run(app.run())
     except (BadSettings, CannotStart) as error:
         return _say(str(error))
 
@@ -62,8 +64,15 @@ def _say(problem: str) -> int:
     return 2
 
 
-async def _serve(settings: Any, command: list[str]) -> int:
-    return await App(settings, command).run()
+def _for_workers(options: argparse.Namespace) -> list[str]:
+    """The arguments that each worker gets of those given; the address and its socket it gets besides."""
+    shared = {
+        "--config": options.config,
+        "--tenants": options.tenants,
+        "--upstream": options.upstream,
+        "--engine-log": options.engine_log,
+    }
+    return [word for flag, value in shared.items() if value is not None for word in (flag, str(value))]
 
 
 def _child_url(command: list[str]) -> str | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvgate.core.drain import DrainWatch, LeaseFacts
+from kvgate.core.foreign import Tally
 from kvgate.core.minute import Charge, Minutes, step_of
 from kvgate.core.reason import Reason
 
@@ -114,6 +115,7 @@ class Ledger:
     _drains: DrainWatch = field(default_factory=DrainWatch)
     _hold_s: float = 2.0
     _overdue: int = 0
+    _granted: int = 0
 
     def reserve(self, reservation: Reservation, now_s: float) -> Lease | Ticket | Denied:
         """Take the cells and slots now, or queue, or refuse; check everything first, then take.
@@ -239,6 +241,7 @@ class Ledger:
         """Count a lease that was granted before the ledger forgot it: whatever fits, it is held."""
         self.withdraw(reservation.lease_id)
         waited = _Waiting(reservation, now_s, Charge(step_of(now_s), 0, 0))
+        self._granted += reservation.size.sequences
         self._held[reservation.lease_id] = _Held(waited, cells, now_s)
 
     def promote(self, now_s: float) -> tuple[Lease, ...]:
@@ -265,6 +268,10 @@ class Ledger:
     def waiting_of(self, tenant: str) -> int:
         """How many of this tenant's requests wait."""
         return sum(w.reservation.tenant == tenant for w in self._queue.values())
+
+    def tally(self) -> Tally:
+        """The sequences held now, and those granted since start: what busy slots are compared with."""
+        return Tally(sum(held.waited.reservation.size.sequences for held in self._held.values()), self._granted)
 
     def minute_of(self, tenant: str, now_s: float) -> tuple[int, int]:
         """Requests and tokens that count in this tenant's minute."""
@@ -382,6 +389,7 @@ class Ledger:
     def _take(self, waiting: _Waiting, now_s: float) -> Lease:
         reservation = waiting.reservation
         cells = self.pool.cells(reservation.size)
+        self._granted += reservation.size.sequences
         self._held[reservation.lease_id] = _Held(waiting, cells, now_s)
         return Lease(reservation.lease_id, cells, reservation.size.sequences, now_s - waiting.since_s)
 

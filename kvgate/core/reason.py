@@ -209,7 +209,7 @@ class Reason(Enum):
         "engine_unreachable",
         _DOWN,
         "The inference server cannot be reached. Try again in {retry_after_s} s.",
-        "No connection to `engine.url`. The log names the cause.",
+        "No connection to `engine.url`, or no answer on it. `/readyz` and the log name the cause.",
     )
     ENGINE_LOADING = Row(
         "engine_loading",
@@ -322,6 +322,15 @@ class Reason(Enum):
         "server_error",
         "The inference server ended this answer before it was complete.",
         "The engine closed the connection, or sent what is not HTTP, in the middle of an answer.",
+    )
+    ENGINE_STALLED = Row(
+        "engine_stalled",
+        504,
+        "engine_stalled",
+        "server_error",
+        "The inference server stopped in the middle of its work: for too long nothing came from it.",
+        "The engine sent nothing for `engine.idle_timeout_s` in mid-answer, or nothing at all while it left "
+        "`/health` unanswered for that long. A long prefill alone is never cut.",
     )
     INTERNAL = Row(
         "internal",

@@ -57,6 +57,10 @@ class OpenAiChat(OpenAiErrors):
         return ChatTap(usage_shown=request.usage_shown, sequences=request.ask.sequences)
 
 
+_NO_OUTPUT: Final = (b'"delta":{}', b'"content":null')
+"""What the chunks that begin and end a choice have; within a text these quotes would be escaped."""
+
+
 class ChatTap(answers.EventTap):
     """Watches a chat stream.
 
@@ -85,7 +89,7 @@ class ChatTap(answers.EventTap):
         if b'"usage"' in event and self._is_usage_chunk(event):
             self._usage_chunk = event_data(event)
             return b""
-        self.events += event.startswith(b"data:")
+        self.events += event.startswith(b"data:") and not any(mark in event for mark in _NO_OUTPUT)
         return event
 
     def _is_usage_chunk(self, event: bytes) -> bool:

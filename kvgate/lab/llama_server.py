@@ -90,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--chat-template", dest="chat_template", metavar="TEMPLATE", help="a built-in's name, or Jinja text")
     add("--chat-template-file", dest="chat_template", type=_text_of, metavar="FILE")
     add("--context-shift", dest="ctx_shift", action=BooleanOptionalAction)
+    add("--sleep-idle-seconds", dest="sleep_idle_seconds", type=int, metavar="N")
     add("--warmup", dest="warmup", action=BooleanOptionalAction)
     add("-n", "--predict", "--n-predict", dest="n_predict", type=int, metavar="N")
     add("-b", "--batch-size", dest="n_batch", type=int, metavar="N")

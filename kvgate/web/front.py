@@ -22,7 +22,7 @@ from kvgate.web.intake import keys, mint_id, read_body, request_id
 from kvgate.web.own import models, props
 from kvgate.web.record import Exchange
 from kvgate.web.routes import Control, Inference, Own
-from kvgate.web.server import ClientStuck, Server, TenantSide
+from kvgate.web.server import ClientStuck, Server, TenantSide, send_large
 from kvgate.wire import fields
 
 if TYPE_CHECKING:
@@ -123,6 +123,10 @@ class Front:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    def configure(self, settings: WebSettings) -> None:
+        """Go by other settings from the next request on."""
+        self._settings = settings
+
     @property
     def in_flight(self) -> int:
         """Requests whose answer has not ended."""
@@ -144,6 +148,9 @@ class Front:
         if (task := asyncio.current_task()) is not None:
             task.uncancel()
         draining = refusal(Reason.GATE_DRAINING, retry_after_s=5)
+        if exchange.stream is None and request.writer.output_size > 0:  # in the middle of a whole answer
+            exchange.refusal = draining
+            raise ConnectionError
         if exchange.stream is None:
             return self._refused(request, exchange, draining)
         exchange.refusal = draining
@@ -167,7 +174,7 @@ class Front:
         self._handlers.add(task)
         self._idle.clear()
         try:
-            return await self._answer(request, exchange)
+            return await send_large(request, await self._answer(request, exchange), self._settings.write_timeout_s)
         except Refused as refused:
             return self._refused(request, exchange, refused.refusal)
         except asyncio.CancelledError:

@@ -68,7 +68,7 @@ class Exchange:
         if outcome.profile is not None:
             record = replace(record, n_ctx_slot=outcome.profile.n_ctx_slot.value)
         if outcome.verdict is not None:
-            record = _with_verdict(record, outcome.verdict)
+            record = replace(_with_verdict(record, outcome.verdict), asked=outcome.asked)
         if isinstance(outcome, Admitted):
             record = _with_cost(record, outcome, self.untold_tokens)
         return record

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 KEEPALIVE_S: Final = 75.0
 LINGERING_S: Final = 2.0
 
+PIECE_BYTES: Final = 64 * 1024
+"""What the socket's own buffer takes without waiting for a client."""
+
 
 class Server(web.Server):
     """A server whose HTTP errors are answered by `refuse_head`, and which cancels a handler at a hang-up.
@@ -76,6 +79,36 @@ class ClientStuck(ConnectionResetError):
     """The client is connected and reads nothing."""
 
 
+async def send_large(
+    request: web.BaseRequest, answer: web.StreamResponse, write_timeout_s: float
+) -> web.StreamResponse:
+    """Send an answer that one write does not take, bit by bit; aiohttp alone would wait for its client for ever.
+
+    Raises:
+        ConnectionResetError: the client is gone; `ClientStuck` where it reads nothing.
+    """
+    body = answer.body if isinstance(answer, web.Response) else None
+    if not isinstance(body, bytes) or len(body) <= PIECE_BYTES:
+        return answer
+    sent = web.StreamResponse(status=answer.status, headers=answer.headers)
+    sent.content_length = len(body)
+    await sent.prepare(request)
+    for at in range(0, len(body), PIECE_BYTES):
+        await _write(request, sent, body[at : at + PIECE_BYTES], write_timeout_s)
+    await sent.write_eof()
+    return sent
+
+
+async def _write(request: web.BaseRequest, response: web.StreamResponse, data: bytes, write_timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(write_timeout_s):
+            await response.write(data)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ClientStuck(f"read nothing for {write_timeout_s:g} s") from None
+
+
 class TenantSide:
     """Where a relayed answer goes; implements `relay.Client`.
 
@@ -108,13 +141,7 @@ class TenantSide:
         Raises:
             ConnectionResetError: the client is gone; `ClientStuck` where it reads nothing.
         """
-        try:
-            async with asyncio.timeout(self._write_timeout_s):
-                await self.response.write(data)
-        except TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise ClientStuck(f"read nothing for {self._write_timeout_s:g} s") from None
+        await _write(self._request, self.response, data, self._write_timeout_s)
 
     async def whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """Keep a whole answer; it is sent when the request is done with."""

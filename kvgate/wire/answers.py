@@ -13,12 +13,30 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
+EDGE_BYTES = 64
+"""At most so much white space stands around an answer."""
+
+
 def parsed(data: bytes | None) -> Any:
     """The JSON of an answer or an event's data; None where it is none."""
     try:
         return json.loads(data or b"null")
     except (ValueError, RecursionError):
         return None
+
+
+def is_answer(body: bytes) -> bool:
+    """Whether a whole answer has the outline of JSON: an object or a list from its first to its last byte."""
+    first, last = body[:EDGE_BYTES].lstrip()[:1], body[-EDGE_BYTES:].rstrip()[-1:]
+    return (first, last) in {(b"{", b"}"), (b"[", b"]")}
+
+
+def is_error(body: bytes) -> bool:
+    """Whether a whole answer is an error, whatever its status said; `"error": null` of a response is none."""
+    if b'"error"' not in body:
+        return False
+    answer = parsed(body)
+    return isinstance(answer, dict) and isinstance(answer.get("error"), dict | str) and bool(answer["error"])
 
 
 def openai_usage(answer: Any) -> Usage | None:

@@ -216,7 +216,7 @@ class Story(RuleBasedStateMachine):
             case Ticket():
                 assert found.get("ahead") == expected.ahead
             case Denied():
-                assert (found.get("denied"), found["waiting"]) == (expected.reason.label, expected.waiting)
+                assert (found.get("denied"), found.get("waiting")) == (expected.reason.label, expected.waiting)
                 assert (found.get("wait") or found["retry"]) / 1000 == pytest.approx(expected.retry_after_s)
         self.asked[reservation.lease_id] = (gate, reservation)
         if isinstance(expected, Lease):

@@ -20,14 +20,9 @@ from kvgate.core.tenant import Limits, OnOverflow, Quota, Tenant
 from kvgate.store.client import connect
 from kvgate.store.embedded import EmbeddedValkey, server_binaries
 from kvgate.store.errors import StoreUnavailable
-from kvgate.store.tenants import (
-    Applied,
-    DeclaredTenant,
-    TenantsConflict,
-    ValkeyTenants,
-    decode_tenant,
-    encode_tenant,
-)
+from kvgate.store.records import Names, decode_tenant, encode_tenant
+from kvgate.store.registry import Applied, DeclaredTenant, TenantsConflict
+from kvgate.store.tenants import ValkeyTenants
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -44,6 +39,13 @@ def sha(key: str) -> str:
 def declare(**keys: str) -> dict[str, DeclaredTenant]:
     """Tenants by name, each with the keys named in its words."""
     return {name: DeclaredTenant(Tenant(name), tuple(map(sha, words.split()))) for name, words in keys.items()}
+
+
+def did(applied: Applied) -> tuple[int, str, str, str]:
+    """The version, and the names of those added, changed and removed."""
+    kinds = (applied.added, applied.changed, applied.removed)
+    added, changed, removed = (" ".join(change.name for change in kind) for kind in kinds)
+    return applied.version, added, changed, removed
 
 
 @pytest.fixture(params=SERVERS)
@@ -157,7 +159,7 @@ def test_nonsense_is_not_read_as_no_limit(values: object) -> None:
 async def test_what_is_declared_is_found(tenants: ValkeyTenants) -> None:
     tenant = Tenant("search", Limits(2048, on_overflow=OnOverflow.CLAMP), Quota(2), models=frozenset({"m"}))
     declared = {"search": DeclaredTenant(tenant, (sha("one"), sha("two")))}
-    assert await tenants.apply(declared, FILE) == Applied(version=1, added=1, changed=0, removed=0)
+    assert did(await tenants.apply(declared, FILE)) == (1, "search", "", "")
     assert tenants.by_key(sha("one")) == tenants.by_key(sha("two")) == tenants.by_name("search") == tenant
     assert tenants.by_key(sha("three")) is None
     assert tenants.by_name("other") is None
@@ -166,31 +168,31 @@ async def test_what_is_declared_is_found(tenants: ValkeyTenants) -> None:
 
 async def test_declaring_the_same_again_changes_nothing(tenants: ValkeyTenants) -> None:
     await tenants.apply(declare(a="1", b="2"), FILE)
-    assert await tenants.apply(declare(b="2", a="1"), FILE) == Applied(1, 0, 0, 0)
+    assert await tenants.apply(declare(b="2", a="1"), FILE) == Applied(1)
 
 
 async def test_what_vanished_from_the_declaration_is_removed(tenants: ValkeyTenants) -> None:
     """And only of this owner."""
     await tenants.apply(declare(c="3"), "admin")
     await tenants.apply(declare(a="1", b="2"), FILE)
-    assert await tenants.apply(declare(b="2"), FILE) == Applied(3, 0, 0, 1)
+    assert did(await tenants.apply(declare(b="2"), FILE)) == (3, "", "", "a")
     assert tenants.names() == ("b", "c")
     assert tenants.by_key(sha("1")) is None
-    assert await tenants.apply({}, FILE) == Applied(4, 0, 0, 1)
+    assert did(await tenants.apply({}, FILE)) == (4, "", "", "b")
     assert tenants.names() == ("c",)
     assert tenants.by_key(sha("3")) == Tenant("c")
 
 
 async def test_keys_change_hands_within_one_declaration(tenants: ValkeyTenants) -> None:
     await tenants.apply(declare(a="1 2", b="3", gone="4"), FILE)
-    assert await tenants.apply(declare(a="3", b="1 4"), FILE) == Applied(2, 0, 2, 1)
+    assert did(await tenants.apply(declare(a="3", b="1 4"), FILE)) == (2, "", "a b", "gone")
     assert [tenants.by_key(sha(key)) for key in "1234"] == [Tenant("b"), None, Tenant("a"), Tenant("b")]
 
 
 async def test_new_limits_under_old_keys_are_a_change(tenants: ValkeyTenants) -> None:
     await tenants.apply(declare(a="1"), FILE)
     tighter = Tenant("a", Limits(64))
-    assert await tenants.apply({"a": DeclaredTenant(tighter, (sha("1"),))}, FILE) == Applied(2, 0, 1, 0)
+    assert did(await tenants.apply({"a": DeclaredTenant(tighter, (sha("1"),))}, FILE)) == (2, "", "a", "")
     assert tenants.by_key(sha("1")) == tighter
 
 
@@ -210,13 +212,13 @@ async def test_a_conflict_leaves_nothing_behind(
 ) -> None:
     await tenants.apply(declare(admin="admin-key"), "api")
     await tenants.apply(declare(old="old-key"), FILE)
-    before = await client.hgetall("kvgate:tenants"), await client.hgetall("kvgate:keys")
+    before = await client.hgetall("{kvgate}:tenants"), await client.hgetall("{kvgate}:keys")
     with pytest.raises(TenantsConflict) as caught:
         await tenants.apply(declared, FILE)
     assert says in str(caught.value)
     assert "sk-secret" not in str(caught.value)
-    assert (await client.hgetall("kvgate:tenants"), await client.hgetall("kvgate:keys")) == before
-    assert await client.get("kvgate:tenants:version") == b"2"
+    assert (await client.hgetall("{kvgate}:tenants"), await client.hgetall("{kvgate}:keys")) == before
+    assert await client.get("{kvgate}:tenants:version") == b"2"
 
 
 async def test_of_two_owners_who_want_one_key_one_gets_it(tenants: ValkeyTenants) -> None:
@@ -255,15 +257,15 @@ async def test_flushed_scripts_are_loaded_again(tenants: ValkeyTenants, client: 
     """As after a failover (redis-py issue 3935)."""
     await tenants.apply(declare(a="1"), FILE)
     await client.script_flush()
-    assert await tenants.apply(declare(a="1 2"), FILE) == Applied(2, 0, 1, 0)
+    assert did(await tenants.apply(declare(a="1 2"), FILE)) == (2, "", "a", "")
 
 
 async def test_leftovers_and_strangers_in_the_store_do_not_matter(
     tenants: ValkeyTenants, client: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A key without tenant is free to take; a record that cannot be read shuts out its own tenant alone."""
-    await client.hset("kvgate:keys", mapping={sha("1"): "nobody", sha("2"): "broken"})
-    await client.hset("kvgate:tenants", "broken", "no JSON")
+    await client.hset("{kvgate}:keys", mapping={sha("1"): "nobody", sha("2"): "broken"})
+    await client.hset("{kvgate}:tenants", "broken", "no JSON")
     await tenants.apply(declare(a="1"), FILE)
     assert tenants.by_key(sha("1")) == Tenant("a")
     assert tenants.by_key(sha("2")) is None
@@ -273,8 +275,7 @@ async def test_leftovers_and_strangers_in_the_store_do_not_matter(
 
 
 async def test_two_prefixes_are_two_worlds(tenants: ValkeyTenants, client: Any) -> None:
-    """One may be a hash tag, as a cluster needs it."""
-    other = ValkeyTenants(client, prefix="{kvgate}")
+    other = ValkeyTenants(client, names=Names("{other}"))
     await tenants.apply(declare(a="1"), FILE)
     await other.apply(declare(b="1"), "other.toml")
     assert tenants.by_key(sha("1")) == Tenant("a")
@@ -295,7 +296,7 @@ async def test_a_cancellation_is_never_lost(tenants: ValkeyTenants) -> None:
         looking.cancel()
         _, running = await asyncio.wait([looking], timeout=5)
         assert not running
-    assert await tenants.apply(declare(a="1"), FILE) == Applied(1, 1, 0, 0)
+    assert did(await tenants.apply(declare(a="1"), FILE)) == (1, "a", "", "")
 
 
 async def test_a_store_that_is_not_there_is_said_to_be(tenants: ValkeyTenants, store: EmbeddedValkey) -> None:

@@ -25,6 +25,15 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_S = 60.0
 
+TABLES: pytest.StashKey[dict[str, str]] = pytest.StashKey()
+"""Tables that the suite prints at its end, by their titles."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for title, table in config.stash.get(TABLES, {}).items():
+        terminalreporter.section(title)
+        terminalreporter.write_line(table)
+
 
 def sha256(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()

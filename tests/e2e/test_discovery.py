@@ -36,7 +36,9 @@ async def test_n_ctx_slot_is_read_not_computed(six_slots: EngineProcess, start_g
     assert profile["topology"] == {"value": "divided", "source": "log"}
     assert profile["pool_tokens"] == {"value": 9216, "source": "log"}
     assert profile["kv_type_k"] == {"value": "f16", "source": "log"}
-    assert gate.ready() == {"ready": True, "problems": [], "warnings": []}
+    ready = gate.ready()
+    assert (ready["ready"], ready["problems"], ready["warnings"]) == (True, [], [])
+    assert (ready["engine"]["state"], ready["engine"]["changed"]) == ("serving", None)
     answer = await post(gate.url, chat(max_tokens=2))
     assert answer.headers["x-kvgate-n-ctx-slot"] == "1536"
     assert answer.headers["x-kvgate-kv-type"] == "f16"

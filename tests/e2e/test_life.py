@@ -7,7 +7,7 @@ import hashlib
 import os
 import signal
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
@@ -35,6 +35,19 @@ async def _running(gate: RunningGate, number: int) -> None:
         await asyncio.sleep(0.02)
 
 
+async def _decoding(engine: EngineProcess, number: int) -> None:
+    """Return once that many answers have begun."""
+    deadline = time.monotonic() + 30
+    async with aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(f"{engine.url}/slots") as answer:
+                slots = await answer.json()
+            if sum(any(one["n_decoded"] > 1 for one in slot.get("next_token", ())) for slot in slots) >= number:
+                return
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+
+
 async def test_an_identical_restart_keeps_what_the_log_tells(engine: EngineProcess, start_gate: StartGate) -> None:
     """A log that was begun anew by the same command has the same length, and is another one all the same."""
     gate = start_gate(engine.url, flags=["--engine-log", str(engine.log_path)])
@@ -52,8 +65,12 @@ async def test_nobody_waits_for_an_engine_that_is_gone(engine: EngineProcess, st
     gate = start_gate(engine.url, flags=["--engine-log", str(engine.log_path)])
     running = [asyncio.create_task(post(gate.url, body)) for body in (LONG, {**LONG, "stream": True})]
     await _running(gate, 2)
+    await _decoding(engine, 2)
     queued = asyncio.create_task(post(gate.url, LONG))
-    await asyncio.sleep(0.2)
+    deadline = time.monotonic() + 30
+    while (await asyncio.to_thread(gate.status))["ledger"]["waiting"] < 1:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
     engine.kill()
     begun = time.monotonic()
     whole, stream = await asyncio.gather(*running)
@@ -107,6 +124,61 @@ async def test_a_stop_lets_streams_finish(engine: EngineProcess, start_gate: Sta
             assert "retry-after" in answer.headers
     assert (await running).events[-1] == "[DONE]"
     assert await asyncio.to_thread(gate.process.wait, 20) == 0
+
+
+async def test_a_stop_sends_the_queue_away_at_once(engine: EngineProcess, start_gate: StartGate) -> None:
+    """Who waits for room would wait for a gate that is going: 503 with a retry-after, while what runs finishes."""
+    gate = start_gate(engine.url, config='[engine]\nkv_topology = "divided"\n')
+    body = {**LONG, "stream": True, "max_tokens": 60}
+    running = [asyncio.create_task(post(gate.url, body)) for _ in range(2)]
+    await _running(gate, 2)
+    queued = [asyncio.create_task(post(gate.url, {**body, "stream": stream})) for stream in (True, False)]
+    deadline = time.monotonic() + 30
+    while gate.status()["ledger"]["waiting"] < 2:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+    gate.process.send_signal(signal.SIGTERM)
+    for answer in await asyncio.gather(*queued):
+        assert (answer.status, answer.error["code"]) == (503, "gate_draining")
+        assert "retry-after" in answer.headers
+    assert not any(task.done() for task in running)
+    assert [answer.events[-1] for answer in await asyncio.gather(*running)] == ["[DONE]"] * 2
+    assert await asyncio.to_thread(gate.process.wait, 20) == 0
+
+
+async def test_a_hangup_signal_reloads_what_may_change(engine: EngineProcess, start_gate: StartGate) -> None:
+    """Without a pause for those who run; what needs a restart is named, what cannot be used changes nothing."""
+    gate = start_gate(engine.url)
+    config = gate.log_path.parent / "kvgate.toml"
+    running = asyncio.create_task(post(gate.url, {**LONG, "stream": True, "max_tokens": 100}))
+    await _running(gate, 1)
+
+    async def reload(text: str, event: str) -> dict[str, Any]:
+        before = len(gate.log_lines(event))
+        config.write_text(text)
+        gate.process.send_signal(signal.SIGHUP)
+        deadline = time.monotonic() + 10
+        while len(lines := gate.log_lines(event)) == before:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        return lines[-1]
+
+    changes = 'tenants_owner = "me"\n[engine]\nkv_topology = "divided"\n[http]\nbody_bytes_max = 2000\n'
+    said = await reload(changes, "settings reloaded")
+    assert said["changed"] == ["engine.kv_topology", "http.body_bytes_max"]
+    assert any("need a restart to come into force" in warning for warning in gate.ready()["warnings"])
+    long = await post(gate.url, chat("x" * 3000))
+    assert (long.status, long.error["code"]) == (413, "request_too_large")
+    assert (await post(gate.url, chat(max_tokens=1))).status == 200  # beside the one that runs: a slot of its own
+    assert gate.status()["engine"]["profile"]["topology"] == {"value": "divided", "source": "setting"}
+    said = await reload("[http]\nbody_bites_max = 3000\n", "the settings were not reloaded")
+    assert "did you mean body_bytes_max" in said["problem"]
+    assert any("body_bites_max" in warning for warning in gate.ready()["warnings"])
+    assert (await post(gate.url, chat("x" * 3000))).status == 413
+    await reload("", "settings reloaded")
+    assert gate.ready()["warnings"] == [warning for warning in gate.ready()["warnings"] if "kv_topology" in warning]
+    assert (await post(gate.url, chat("x" * 3000, max_tokens=1))).status != 413
+    assert (await running).events[-1] == "[DONE]"
 
 
 async def test_a_stop_that_must_cut_says_so(engine: EngineProcess, start_gate: StartGate) -> None:

@@ -18,7 +18,7 @@ from kvgate.dialects.anthropic_messages import AnthropicMessages
 from kvgate.dialects.openai_chat import OpenAiChat
 from kvgate.dialects.openai_embeddings import OpenAiEmbeddings
 from kvgate.gate import ATTEMPTS, PROBE_TENANT, Admitted, Call, Gate, Rejected
-from kvgate.ports import PROBE_SIZE, Told
+from kvgate.ports import PROBE_SIZE, Refused, Told
 from kvgate.store.local_ledger import LocalLedger
 from tests.unit.doubles import (
     EngineDouble,
@@ -673,3 +673,33 @@ async def test_many_requests_cancelled_at_random_leave_nothing() -> None:
 async def _settled_down() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+# -- a connection that is gone before anything was sent on it
+
+
+async def test_a_line_may_be_renewed() -> None:
+    """The gate gives back the first at once and the second at the end."""
+    engine, ledger = EngineDouble(), LedgerDouble()
+    async with gate(engine, ledger).admit(call()) as found:
+        assert isinstance(found, Admitted)
+        first = found.line
+        await found.renew_line()
+        assert (found.line is engine.lines[1], first is engine.lines[0]) == (True, True)
+        assert [line.released for line in engine.lines] == [1, 0]
+    assert [line.released for line in engine.lines] == [1, 1]
+    assert len(ledger.settled) == 1
+
+
+@pytest.mark.parametrize("then", [NEW, UNREACHABLE], ids=["another engine", "no engine"])
+async def test_a_line_to_another_engine_is_none(then: Any) -> None:
+    """What was judged for one engine never goes to another."""
+    engine, ledger = EngineDouble(now=OLD, opens=[OLD, then]), LedgerDouble()
+    async with gate(engine, ledger).admit(call()) as found:
+        assert isinstance(found, Admitted)
+        with pytest.raises(Refused) as refusal_raised:
+            await found.renew_line()
+        expected = Reason.ENGINE_CHANGED if then is NEW else Reason.ENGINE_UNREACHABLE
+        assert refusal_raised.value.refusal.reason is expected
+    assert all(line.released == 1 for line in engine.lines)
+    assert len(ledger.settled) == 1

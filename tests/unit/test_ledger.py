@@ -8,6 +8,7 @@ import pytest
 
 from kvgate.core.ask import Size
 from kvgate.core.drain import HANDOVER_S, BusySlot, LeaseFacts, SlotsSeen, handover_s
+from kvgate.core.foreign import Tally
 from kvgate.core.ledger import (
     Denied,
     Lease,
@@ -552,3 +553,18 @@ def test_a_view_tells_what_is_held_by_whom() -> None:
         held_tokens_by_tenant=(("t", 30), ("u", 70)),
         drains_overdue=0,
     )
+
+
+def test_a_tally_is_of_all_that_may_be_in_a_slot() -> None:
+    """Draining ones are held, those that wait are not; what was granted stays counted when it is free again."""
+    ledger = Ledger(DIVIDED)
+    assert ledger.tally() == Tally(0, 0)
+    serve(ledger, want("a", prompt=10, output=20, sequences=2))
+    ledger.reserve(want("b"), 0.0)
+    assert ledger.tally() == Tally(2, 2)
+    ledger.settle("a", 1.0, ended=False)
+    assert ledger.tally() == Tally(2, 2)
+    ledger.expire(1000.0)
+    assert ledger.tally() == Tally(1, 3)
+    ledger.settle("b", 1001.0, ended=True)
+    assert ledger.tally() == Tally(0, 3)

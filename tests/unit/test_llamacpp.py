@@ -22,7 +22,7 @@ from kvgate.engines.llamacpp import calls as module
 from kvgate.engines.llamacpp.discovery import BoundFacts
 from kvgate.engines.llamacpp.engine import SWITCHLESS
 from kvgate.engines.llamacpp.errors import explain
-from kvgate.ports import PROBE_SIZE, LineFailed, ReadRequest, Refused
+from kvgate.ports import PROBE_SIZE, LineFailed, LineStalled, ReadRequest, Refused
 from tests import fake_engine as fault
 from tests.fake_engine import CHAT, COUNTER, MESSAGES, MESSAGES_COUNTER, TOKENIZE, FakeEngine, raw, whole
 from tests.unit.doubles import ManualClock, chat
@@ -76,7 +76,8 @@ async def opened() -> AsyncIterator[list[LlamaCpp]]:
 def gate_to(engine: FakeEngine, opened: list[LlamaCpp]) -> Any:
     def make(**options: Any) -> LlamaCpp:
         settings = options.pop("settings", LlamaCppSettings(KvSettings()))
-        opened.append(LlamaCpp(engine.url, settings, ManualClock(), **options))
+        clock = options.pop("clock", ManualClock())
+        opened.append(LlamaCpp(engine.url, settings, clock, **options))
         return opened[-1]
 
     return make
@@ -321,6 +322,50 @@ async def test_a_stalled_engine_is_given_up(
     with pytest.raises(LineFailed, match="no answer to GET /slots"):
         await llama.look()
     await until_gone(llama)
+
+
+async def test_an_engine_that_answers_nobody_ends_what_waits_for_it(
+    engine: FakeEngine, gate_to: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After `idle_timeout_s` without an answer from /health, and not before: one that answers it is in a prefill."""
+    monkeypatch.setattr(module, "HELLO_TIMEOUT_S", 0.1)
+    clock = ManualClock()
+    llama = gate_to(clock=clock, settings=LlamaCppSettings(KvSettings(), idle_timeout_s=30))
+    line = await llama.open()
+    engine.script(fault.CHAT, fault.stall)
+    waiting = asyncio.create_task(line.send("POST", fault.CHAT, {}, b"{}"))
+
+    async def unheard() -> None:
+        engine.script("/health", fault.stall)
+        assert await reason_of(llama.discover()) is Reason.ENGINE_UNREACHABLE
+
+    await unheard()
+    clock.advance(60)
+    await llama.discover()  # it answers: all is as it was
+    await unheard()
+    clock.advance(29)
+    await unheard()
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    clock.advance(1)
+    await unheard()
+    with pytest.raises(LineStalled, match="/health for 30 s"):
+        await waiting
+    line.release()
+
+
+async def test_other_settings_make_another_profile(engine: FakeEngine, gate_to: Any) -> None:
+    """From the next request on, also over a connection that was open already."""
+    llama = gate_to()
+    line = await llama.open()
+    before = line.profile
+    line.release()
+    llama.configure(LlamaCppSettings(KvSettings(Topology.DIVIDED), margin_tokens=8, idle_timeout_s=9))
+    line = await llama.open()
+    assert (before.topology.value, line.profile.topology.value) == (Topology.UNIFIED, Topology.DIVIDED)
+    assert llama.pool(line.profile).margin_tokens == 8
+    assert llama.upstream.idle_timeout_s == 9
+    line.release()
 
 
 # -- facts of a log

@@ -244,6 +244,26 @@ async def test_the_same_engine_again_is_no_change(caplog: pytest.LogCaptureFixtu
     assert caplog.records == []
 
 
+async def test_a_queue_that_closes_sends_everybody_away() -> None:
+    """Who waits, and who would have to; who fits at once still runs."""
+    bench = Bench()
+    first = await bench.reserve("a", tokens=512)
+    second = bench.waiting("b", tokens=512)
+    third = bench.waiting("c", tokens=512)
+    await turns()
+    assert isinstance(first, Lease)
+    assert isinstance(await second, Lease)
+    bench.ledger.close_queue(Reason.GATE_DRAINING)
+    for denied in (await third, await bench.reserve("d")):
+        assert isinstance(denied, Denied)
+        assert denied.reason is Reason.GATE_DRAINING
+    await bench.ledger.settle("a", ended=True)
+    assert isinstance(await bench.reserve("e"), Lease)
+    for lease_id in ("b", "e"):
+        await bench.ledger.settle(lease_id, ended=True)
+    bench.assert_empty()
+
+
 async def test_a_storm_of_cancels_leaves_nothing() -> None:
     """Two hundred requests for two slots, half of which leave at some moment: all cells come back."""
     bench = Bench()

@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvgate.core.ask import Size, Usage
+from kvgate.core.engine_state import Change, EngineState
+from kvgate.core.foreign import ForeignWatch
 from kvgate.core.ledger import LedgerView, Reservation
 from kvgate.core.profile import EngineProfile, Fact, Source, Topology
 from kvgate.core.tenant import Quota
-from kvgate.metrics import Metrics
+from kvgate.metrics import Metrics, merged
 from kvgate.ports import RequestRecord
 from kvgate.store.local_ledger import LocalLedger
 from tests.unit.doubles import ManualClock, profile
@@ -35,8 +37,12 @@ RECORD = RequestRecord(
 
 def samples(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """Every sample that a scrape finds."""
+    return scraped(metrics.exposition())
+
+
+def scraped(exposition: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     found = {}
-    for line in metrics.exposition().decode().splitlines():
+    for line in exposition.decode().splitlines():
         if line.startswith("#"):
             continue
         name, labels, value = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line).groups()  # type: ignore[union-attr]
@@ -112,10 +118,13 @@ def test_engine_overflows_are_remembered_for_readiness() -> None:
 
 
 def test_an_engine_that_was_replaced_is_counted() -> None:
+    """By what it became; every word of the table is there from the start, so that an alert can count on it."""
     metrics = Metrics()
-    assert value(metrics, "kvgate_engine_changes_total") == 0
-    metrics.engine_changed()
-    assert value(metrics, "kvgate_engine_changes_total") == 1
+    for change in Change:
+        assert value(metrics, "kvgate_engine_changes_total", what=change.label) == 0
+    metrics.engine_changed(Change.SMALLER, 1000.5)
+    assert value(metrics, "kvgate_engine_changes_total", what="smaller") == 1
+    assert value(metrics, "kvgate_engine_changes_total", what="restarted") == 0
 
 
 def test_no_label_grows_with_traffic() -> None:
@@ -179,6 +188,28 @@ def test_gauges_are_read_at_each_scrape() -> None:
     world.ready, world.connections = True, 3
     assert value(world.metrics, "kvgate_ready") == 1
     assert value(world.metrics, "kvgate_upstream_connections") == 3
+
+
+def test_every_state_has_a_sample_and_one_of_them_is_1() -> None:
+    """An alert on one state needs no other: those that the engine is not in are 0, not absent."""
+    state = EngineState.SERVING
+    metrics = Metrics()
+    metrics.watch_life(lambda: state, ForeignWatch)
+    for state in EngineState:
+        found = {one: value(metrics, "kvgate_engine_state", state=one.label) for one in EngineState}
+        assert found == {one: float(one is state) for one in EngineState}
+
+
+def test_a_change_and_foreign_traffic_have_their_figures() -> None:
+    metrics, foreign = Metrics(), ForeignWatch()
+    metrics.watch_life(lambda: EngineState.SERVING, lambda: foreign)
+    assert value(metrics, "kvgate_engine_changed_timestamp_seconds") == 0
+    assert value(metrics, "kvgate_foreign_sightings_total") == value(metrics, "kvgate_foreign_slots") == 0
+    metrics.engine_changed(Change.SMALLER, 1000.5)
+    foreign = ForeignWatch(slots=2, sightings=3)
+    assert value(metrics, "kvgate_engine_changed_timestamp_seconds") == 1000.5
+    assert value(metrics, "kvgate_foreign_slots") == 2
+    assert value(metrics, "kvgate_foreign_sightings_total") == 3
 
 
 def test_an_engine_that_was_never_seen_has_no_gauges() -> None:
@@ -264,3 +295,36 @@ def test_a_label_of_strange_letters_cannot_break_the_text() -> None:
     found = world.metrics.exposition().decode()
     assert "\n kvgate_ready 7" not in found
     assert value(world.metrics, "kvgate_ready") == 0
+
+
+# -- several processes as one
+
+
+def test_processes_are_shown_as_one() -> None:
+    """What each counted is added; what they share is not; a gate is ready where all of them are."""
+    found = Metrics(), Metrics()
+    for at, metrics in enumerate(found):
+        for _ in range(at + 1):
+            metrics.request(RECORD)
+        metrics.watch(lambda: profile(1024), lambda: None, lambda at=at: at == 0, lambda: 3)  # type: ignore[misc]
+    together = scraped(merged([metrics.exposition() for metrics in found]))
+    assert set(together) == set(samples(found[0]))
+    common = {"tenant": "acme", "dialect": "openai_chat", "verdict": "admit", "reason": "", "status": "200"}
+    assert together["kvgate_requests_total", frozenset(common.items())] == 3
+    buckets = {"dialect": "openai_chat", "stream": "false"}
+    assert together["kvgate_request_seconds_count", frozenset(buckets.items())] == 3
+    assert together["kvgate_request_seconds_bucket", frozenset({**buckets, "le": "+Inf"}.items())] == 3
+    assert together["kvgate_upstream_connections", frozenset()] == 6
+    assert together["kvgate_ready", frozenset()] == 0
+    assert together["kvgate_engine_n_ctx_slot_tokens", frozenset()] == 1024
+
+
+def test_one_process_alone_is_shown_as_it_is() -> None:
+    metrics = Metrics()
+    metrics.request(RECORD)
+    metrics.engine_changed(Change.SMALLER, 1000.5)
+    assert scraped(merged([metrics.exposition()])) == samples(metrics)
+
+
+def test_nobody_is_shown_as_nothing() -> None:
+    assert merged([]) == b""

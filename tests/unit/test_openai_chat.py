@@ -531,3 +531,15 @@ def test_an_overflow_carries_its_figures() -> None:
     assert found["code"] == "context_length_exceeded"
     assert (found["param"], found["n_prompt_tokens"], found["n_ctx"]) == ("max_tokens", 9, 16)
     assert "maximum context length is 16 tokens" in found["message"]
+
+
+def test_chunks_that_begin_and_end_a_choice_are_no_output() -> None:
+    """On a cut stream the pieces of output are what is charged; words about such chunks are output."""
+    tap = ChatTap(usage_shown=False)
+    for data in (
+        {"choices": [{"index": 0, "delta": {"role": "assistant", "content": None}}]},
+        {"choices": [{"index": 0, "delta": {"content": '"delta":{} "content":null'}}]},
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
+    ):
+        tap.take(b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n")
+    assert tap.events == 1

@@ -12,12 +12,14 @@ from kvgate import relay as module
 from kvgate.core.admission import Admit, Room
 from kvgate.core.ask import Size, Usage
 from kvgate.core.ledger import Lease
-from kvgate.core.reason import Reason
+from kvgate.core.pool import KvPool
+from kvgate.core.reason import Reason, refusal
+from kvgate.core.replay import Asked
 from kvgate.core.reuse import Reuse
 from kvgate.dialects.openai_chat import OpenAiChat
 from kvgate.engines.llamacpp.errors import explain
 from kvgate.gate import Admitted, Receipt
-from kvgate.ports import Counted, Head, Told
+from kvgate.ports import Counted, Head, LineStalled, Refused, Told
 from kvgate.relay import Relayed, relay
 from tests.unit.doubles import ClientDouble, LineDouble, broken, chat, forever
 
@@ -54,6 +56,7 @@ class Story:
     ) -> None:
         self.told: list[str] = []
         self.line = LineDouble(head=head, pieces=pieces)
+        self.others: list[LineDouble | Refused] = []
         self.client = ClientDouble()
         self.receipt = Receipt()
         self.admitted = Admitted(
@@ -68,7 +71,16 @@ class Story:
             answered=lambda: self.told.append("answered"),
             receipt=self.receipt,
             explain=explain,
+            reopen=self._reopen,
+            asked=Asked(2, 1, (9,), 1, KvPool(1024, 1, 1024)),
         )
+
+    async def _reopen(self) -> LineDouble:
+        self.told.append("reopen")
+        found = self.others.pop(0)
+        if isinstance(found, Refused):
+            raise found
+        return found
 
     async def run(self) -> Relayed:
         return await relay(self.admitted, DIALECT, "/v1/chat/completions", self.client, OWN)
@@ -138,7 +150,7 @@ async def test_an_error_of_the_engine_is_said_in_the_dialect(status: int, messag
     assert "launch code" not in story.client.body.decode() + repr(relayed)
     headers = {"Content-Type": "application/json", "x-kvgate-reason": reason.label, **OWN}
     if reason is Reason.ENGINE_LOADING:
-        headers["retry-after"] = "2"
+        headers["retry-after"] = "5"
     assert story.client.headers == headers
     assert (story.receipt.ended, story.receipt.told) == (True, None)
 
@@ -173,7 +185,6 @@ async def test_an_answer_that_talks_of_an_overflow_is_none() -> None:
     ("head", "pieces"),
     [
         (broken(sent=True), []),
-        (broken(sent=False), []),
         (Head(200, JSON), [broken()]),
         (Head(200, JSON), [b'{"choices":[', broken()]),
         (Head(500, JSON), [b'{"error"', broken()]),
@@ -193,10 +204,10 @@ async def test_a_cut_answer_becomes_an_error(head: Head | Exception, pieces: lis
 
 async def test_an_answer_without_end_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ANSWER_BYTES_MAX", 1000)
-    story = Story(Head(200, JSON), [b"x" * 600, b"x" * 401, b"never read"])
+    story = Story(Head(200, JSON), [b"{" * 600, b"}" * 401, b"never read"])
     assert (await story.run()).status == 502
     assert (story.receipt.ended, story.line.reads) == (False, 2)
-    enough = Story(Head(200, JSON), [b"x" * 600, b"x" * 400])
+    enough = Story(Head(200, JSON), [b"{" * 600, b"}" * 400])
     assert (await enough.run()).status == 200
 
 
@@ -230,7 +241,6 @@ async def test_a_comment_is_life_and_passes() -> None:
 @pytest.mark.parametrize(
     "pieces",
     [
-        [broken()],
         [delta("x"), broken()],
         [delta("x"), delta("y")[:20], broken()],
         [delta("x")],
@@ -238,8 +248,7 @@ async def test_a_comment_is_life_and_passes() -> None:
         [delta("x") + delta("y")[:-1], broken()],
         [delta("x"), b"data: [DONE]"],
         [delta("x"), b"data: [DONE]\n"],
-        [],
-        [b"x" * (8 * 1024 * 1024 + 1)],
+        [delta("x"), b"x" * (8 * 1024 * 1024 + 1)],
     ],
 )
 async def test_a_stream_without_a_proper_end_ends_in_an_error(pieces: list[bytes | Exception]) -> None:
@@ -257,12 +266,126 @@ def _bytes(piece: bytes | Exception) -> bytes:
     return piece if isinstance(piece, bytes) else b""
 
 
-async def test_an_end_marker_and_then_a_cut_is_no_proper_end() -> None:
-    """The engine's framing did not end: the receipt does not say so, and the client learns that it may be cut."""
+async def test_a_cut_behind_the_end_marker_is_for_the_operator_alone() -> None:
+    """The client has its whole answer; what the engine still does only its slots can tell."""
     story = streamed(delta("x"), DONE, broken())
     relayed = await story.run()
-    assert relayed.failure is not None
+    assert (relayed.status, relayed.failure) == (200, None)
+    assert "behind the end marker" in relayed.detail
+    assert story.client.body == delta("x") + DONE
     assert not story.receipt.ended
+
+
+@pytest.mark.parametrize("pieces", [[], [broken()], [delta("x")[:30], broken()], [b"x" * (8 * 1024 * 1024 + 1)]])
+async def test_a_stream_that_breaks_before_its_first_event_is_an_ordinary_error(
+    pieces: list[bytes | Exception],
+) -> None:
+    """A status of its own: a client that retries by status sees it."""
+    story = streamed(*pieces)
+    relayed = await story.run()
+    assert relayed.failure is not None
+    assert (relayed.status, relayed.failure.reason) == (502, Reason.ENGINE_FAILED)
+    assert (story.client.begun, story.client.status, story.error["code"]) == (False, 502, "engine_failed")
+    assert story.client.headers == {"Content-Type": "application/json", "x-kvgate-reason": "engine_failed", **OWN}
+    assert not story.receipt.ended
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [("Context size has been exceeded.", Reason.ENGINE_OVERFLOW), ("no", Reason.ENGINE_FAILED)],
+)
+async def test_an_error_as_the_first_event_is_an_ordinary_error(message: str, reason: Reason) -> None:
+    """Engines that answer 200 first and fail then: the client is not told that all went well."""
+    story = streamed(event({"error": {"code": 500, "message": message}}), DONE)
+    relayed = await story.run()
+    assert relayed.failure is not None
+    assert (relayed.status, relayed.failure.reason, story.client.begun) == (502, reason, False)
+    assert story.error["reason"] == reason.label
+    assert not story.receipt.ended
+
+
+@pytest.mark.parametrize("error", [{"code": 500, "message": "no"}, "no"])
+async def test_an_error_inside_a_whole_200_is_an_error(error: Any) -> None:
+    story = Story(Head(200, JSON), [json.dumps({"error": error}).encode()])
+    relayed = await story.run()
+    assert relayed.failure is not None
+    assert (relayed.status, story.error["code"]) == (502, "engine_failed")
+    assert (story.receipt.ended, story.receipt.told) == (True, None)
+
+
+@pytest.mark.parametrize("body", [b"", b" \n", b"<html>", b'{"cut": ', b'"text"'])
+async def test_a_200_that_is_no_json_is_an_error(body: bytes) -> None:
+    """Another server's page, or nothing: no SDK could read it."""
+    story = Story(Head(200, JSON), [body] if body else [])
+    relayed = await story.run()
+    assert relayed.failure is not None
+    assert (relayed.status, story.error["code"], story.receipt.ended) == (502, "engine_failed", True)
+    assert "no JSON" in relayed.detail
+
+
+@pytest.mark.parametrize(
+    "answer", [b'{"error": null, "id": 1}', b'{"a": {"error": "x"}}', b'["error"]', b'{"error": ""}']
+)
+async def test_a_whole_answer_that_talks_of_an_error_is_none(answer: bytes) -> None:
+    """/v1/responses says `"error": null` in each."""
+    story = Story(Head(200, JSON), [answer])
+    assert (await story.run()).failure is None
+    assert story.client.body == answer
+
+
+# -- an engine that stalls, a connection that is gone
+
+
+async def test_a_stalled_engine_is_told_apart_from_one_that_broke() -> None:
+    """504, also in mid-stream; the lease drains."""
+    stalled = LineStalled("the engine sent nothing for 120 s in mid-answer")
+    for story, status in (
+        (streamed(delta("x"), stalled), 200),
+        (streamed(stalled), 504),
+        (Story(Head(200, JSON), [b"{", stalled]), 504),
+        (Story(stalled), 504),
+    ):
+        relayed = await story.run()
+        assert relayed.failure is not None
+        assert (relayed.status, relayed.failure.reason) == (status, Reason.ENGINE_STALLED)
+        assert story.error["code"] == "engine_stalled"
+        assert "120 s" in relayed.detail
+        assert not story.receipt.ended
+
+
+async def test_a_request_of_which_nothing_was_sent_goes_out_once_more() -> None:
+    """On another connection, and nobody is told."""
+    story = Story(broken(sent=False))
+    story.others = [LineDouble(head=Head(200, JSON), pieces=[b"{}"])]
+    assert (await story.run()).status == 200
+    assert story.told == ["start", "reopen", "start", "answered"]
+    assert story.receipt.ended
+
+
+async def test_it_goes_out_once_more_and_not_twice() -> None:
+    """An engine that takes no connection holds nothing: the lease is free at once."""
+    story = Story(broken(sent=False))
+    story.others = [LineDouble(head=broken(sent=False)), LineDouble(head=Head(200, JSON))]
+    relayed = await story.run()
+    assert relayed.failure is not None
+    assert (relayed.status, relayed.failure.reason) == (503, Reason.ENGINE_UNREACHABLE)
+    assert story.client.headers["retry-after"] == "2"
+    assert (story.told.count("reopen"), story.receipt.ended) == (1, True)
+
+
+async def test_what_was_sent_is_never_sent_again() -> None:
+    """The engine may be at work on it."""
+    story = Story(broken(sent=False))
+    story.others = [LineDouble(head=broken(sent=True)), LineDouble(head=Head(200, JSON))]
+    assert (await story.run()).status == 502
+    assert (len(story.others), story.receipt.ended) == (1, False)
+
+
+async def test_an_engine_that_is_gone_by_then_says_so() -> None:
+    story = Story(broken(sent=False))
+    story.others = [Refused(refusal(Reason.ENGINE_CHANGED, retry_after_s=1))]
+    relayed = await story.run()
+    assert (relayed.status, story.error["code"], story.receipt.ended) == (503, "engine_changed", True)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvgate.core.tenant import Limits, OnOverflow, Quota, Tenant
-from kvgate.settings import BadSettings, Settings, described, load, load_tenants
+from kvgate.settings import RELOADABLE, BadSettings, Settings, described, load, load_tenants, reloaded
 
 DIGEST, OTHER = "a" * 64, "b" * 64
 
@@ -222,7 +222,31 @@ def test_every_setting_is_described_with_its_unit() -> None:
 # -- tenants
 
 
-def tenants(config: Any, text: str) -> dict[str, tuple[Tenant, tuple[str, ...]]]:
+# -- read anew while the gate runs
+
+
+def test_what_may_change_comes_into_force_and_the_rest_is_named(config: Any) -> None:
+    before = load(config('[http]\nbody_bytes_max = 2000\n[engine]\nurl = "http://a:1"'), {"listen": "127.0.0.1:1"})
+    found = load(
+        config('anonymous_tenant = "x"\n[http]\nbody_timeout_s = 5\n[engine]\nurl = "http://b:1"\npool_tokens = 9'),
+        {},
+    )
+    now = reloaded(before, found)
+    assert now.changed == ("anonymous_tenant", "engine.pool_tokens", "http.body_bytes_max", "http.body_timeout_s")
+    assert now.needs_restart == ("listen", "engine.url")
+    assert (now.settings.anonymous_tenant, now.settings.engine.pool_tokens) == ("x", 9)
+    assert (now.settings.http.body_bytes_max, now.settings.http.body_timeout_s) == (8 * 1024 * 1024, 5)
+    assert (now.settings.listen, now.settings.engine.url) == ("127.0.0.1:1", "http://a:1")
+    again = reloaded(now.settings, found)
+    assert (again.changed, again.needs_restart) == ((), now.needs_restart)
+    assert reloaded(now.settings, before).needs_restart == ()
+
+
+def test_every_reloadable_setting_is_one() -> None:
+    assert {name for name, *_ in described()} > RELOADABLE
+
+
+def tenants(config: Any, text: str) -> dict[str, tuple[Tenant, tuple[str, ...] | None]]:
     return load_tenants(config(text, "tenants.toml"))
 
 
@@ -246,6 +270,8 @@ def test_a_tenants_file_declares_limits_and_quota(config: Any) -> None:
     queue_max = 0
     queue_timeout_s = 1.5
     [tenant."b.c-d_e"]
+    [tenant.closed]
+    keys_sha256 = []
     """
     found = tenants(config, text)
     assert found["acme"] == (
@@ -257,7 +283,8 @@ def test_a_tenants_file_declares_limits_and_quota(config: Any) -> None:
         ),
         (DIGEST, OTHER),
     )
-    assert found["b.c-d_e"] == (Tenant("b.c-d_e"), ())
+    assert found["b.c-d_e"] == (Tenant("b.c-d_e"), None)
+    assert found["closed"] == (Tenant("closed"), ())
 
 
 def test_the_defaults_of_file_and_core_are_the_same(config: Any) -> None:

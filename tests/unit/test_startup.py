@@ -175,6 +175,25 @@ async def test_a_childs_output_is_read_and_passed_on(
     assert "n_ctx_slot = 512" in shown
 
 
+async def test_a_child_is_read_although_nobody_reads_kvgate(
+    child: Callable[[str], Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child whose output stays unread hangs in its next line, and all its slots with it."""
+
+    class Broken:
+        buffer = property(lambda _: Broken())
+
+        def write(self, _: bytes) -> None:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Broken())
+    engine = child(f"print({started()!r}); print('x' * 1_000_000)")
+    await engine.start()
+    async with asyncio.timeout(20):
+        assert await engine.wait() == 0
+    assert n_ctx_of(engine) == 512
+
+
 async def test_the_end_of_a_child_is_seen(child: Callable[[str], Child]) -> None:
     engine = child("import sys; sys.stdin.read(); sys.exit(3)")
     assert not engine.ended

@@ -11,11 +11,11 @@ import pytest
 
 from kvgate import upstream as module
 from kvgate.core.reason import Reason, refusal
-from kvgate.ports import Head, LineFailed, Refused
+from kvgate.ports import Head, LineFailed, LineStalled, Refused
 from kvgate.upstream import BUFFER_BYTES_MAX, HEAD_BYTES_MAX, Connection, Upstream
 from tests import fake_engine as fault
 from tests.fake_engine import CHAT, COUNTER, FakeEngine, raw
-from tests.unit.doubles import ManualClock, profile
+from tests.unit.doubles import profile
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -63,7 +63,7 @@ async def hello(connection: Connection) -> EngineProfile:
 async def upstream_to(
     url: str, greet: Callable[[Connection], Awaitable[EngineProfile]] = hello, api_key: str | None = None
 ) -> AsyncIterator[Upstream]:
-    found = Upstream(url, greet, ManualClock(), api_key)
+    found = Upstream(url, greet, api_key)
     try:
         yield found
     finally:
@@ -142,7 +142,7 @@ async def test_a_path_in_the_url_stands_before_every_path(engine: FakeEngine) ->
 )
 def test_what_is_no_engine_url_is_said_at_once(url: str) -> None:
     with pytest.raises(ValueError, match=r"engine\.url|[Pp]ort"):
-        Upstream(url, hello, ManualClock())
+        Upstream(url, hello)
 
 
 # -- the pool
@@ -304,7 +304,7 @@ async def test_a_hello_may_use_the_first_connection_up(engine: FakeEngine) -> No
 
 async def test_an_engine_that_never_introduced_itself_has_no_profile() -> None:
     with pytest.raises(RuntimeError, match="introduced"):
-        _ = Connection(Upstream("http://x", hello, ManualClock())).profile
+        _ = Connection(Upstream("http://x", hello)).profile
 
 
 async def test_nobody_listens() -> None:
@@ -559,7 +559,7 @@ async def test_a_failure_that_nobody_waits_for_is_no_warning(engine: FakeEngine)
 
 async def test_a_failure_and_a_cancel_in_one_moment_are_no_warning() -> None:
     """The head's waiter has its exception, and is cancelled before it can look at it."""
-    connection = Connection(Upstream("http://x", hello, ManualClock()))
+    connection = Connection(Upstream("http://x", hello))
     connection.connection_made(_Transport())
     sending = asyncio.create_task(connection.send("GET", "/", {}, b""))
     await asyncio.sleep(0)
@@ -622,7 +622,7 @@ async def test_an_answer_may_come_in_any_pieces() -> None:
     """Cut at every byte, and into single bytes: the same head, the same body, the same end."""
     cuts = [[at] for at in range(len(WIRE))] + [list(range(len(WIRE)))]
     for places in cuts:
-        connection = Connection(Upstream("http://x", hello, ManualClock()))
+        connection = Connection(Upstream("http://x", hello))
         transport = _Transport()
         connection.connection_made(transport)
         sending = asyncio.create_task(connection.send("GET", "/", {}, b""))
@@ -640,3 +640,142 @@ async def test_an_answer_may_come_in_any_pieces() -> None:
 def test_a_head_is_small_against_what_may_wait() -> None:
     """The bounds stand to each other as the text says."""
     assert HEAD_BYTES_MAX < BUFFER_BYTES_MAX
+
+
+# -- an engine that falls silent
+
+
+def paced(*pauses_s: float, comment: bool = False) -> Reply:
+    """A stream with a pause before each of its events, or before each of its comments."""
+
+    async def reply(exchange: fault.Exchange) -> None:
+        await exchange.begin_stream()
+        for pause_s in pauses_s:
+            await asyncio.sleep(pause_s)
+            await exchange.chunk(b": ping\n\n" if comment else fault.DELTA)
+        await exchange.chunk(b"data: [DONE]\n\n")
+        await exchange.end_stream()
+
+    return reply
+
+
+async def test_silence_in_mid_answer_is_a_stall(engine: FakeEngine) -> None:
+    """After `idle_timeout_s`, and the engine sees a hang-up."""
+    engine.script(CHAT, fault.stall_in_stream)
+    async with upstream_to(engine.url) as upstream:
+        upstream.idle_timeout_s = 0.2
+        connection = await upstream.open()
+        parts: list[bytes] = []
+        await connection.send("POST", CHAT, {}, BODY)
+        async with asyncio.timeout(10):
+            with pytest.raises(LineStalled, match=r"sent nothing for 0\.2 s in mid-answer"):
+                await collect(connection, parts)
+        assert parts == [fault.DELTA]
+        connection.release()
+        async with asyncio.timeout(10):
+            await engine.asked(CHAT)[0].hung_up.wait()
+
+
+async def test_a_whole_answer_that_stops_in_the_middle_stalls_too(engine: FakeEngine) -> None:
+    engine.script(CHAT, raw(OK + b"Content-Length: 50\r\n\r\n", b"half"))
+    async with upstream_to(engine.url) as upstream:
+        upstream.idle_timeout_s = 0.1
+        connection = await upstream.open()
+        async with asyncio.timeout(10):
+            with pytest.raises(LineStalled):
+                await exchange(connection)
+        connection.release()
+
+
+@pytest.mark.parametrize("comment", [False, True])
+async def test_an_answer_may_take_as_long_as_it_takes(engine: FakeEngine, comment: bool) -> None:
+    """Each sign of life counts, comments too; there is no limit in all."""
+    engine.script(CHAT, paced(*[0.15] * 8, comment=comment))
+    async with upstream_to(engine.url) as upstream:
+        upstream.idle_timeout_s = 1.0
+        connection = await upstream.open()
+        _, body = await exchange(connection)
+        assert body.endswith(b"[DONE]\n\n")
+        connection.release()
+
+
+async def test_a_long_silence_before_the_answer_is_a_prefill(engine: FakeEngine) -> None:
+    """Before the head, and between the head and the first byte, nothing is cut by the clock."""
+
+    async def slow(exchange: fault.Exchange) -> None:
+        await asyncio.sleep(0.3)
+        await exchange.begin_stream()
+        await asyncio.sleep(0.3)
+        await exchange.chunk(b"data: [DONE]\n\n")
+        await exchange.end_stream()
+
+    engine.script(CHAT, slow)
+    async with upstream_to(engine.url) as upstream:
+        upstream.idle_timeout_s = 0.1
+        connection = await upstream.open()
+        assert (await exchange(connection))[1] == b"data: [DONE]\n\n"
+        connection.release()
+
+
+async def test_a_slow_client_is_no_silent_engine(engine: FakeEngine) -> None:
+    """While its answer waits to be read the engine is not listened to, so its silence says nothing."""
+    engine.script(CHAT, fault.flood(20_000))
+    async with upstream_to(engine.url) as upstream:
+        upstream.idle_timeout_s = 0.1
+        connection = await upstream.open()
+        await connection.send("POST", CHAT, {}, BODY)
+        await until(lambda: connection._paused)
+        await asyncio.sleep(0.4)
+        body = await read_all(connection)
+        assert body.count(fault.DELTA) == 20_000
+        connection.release()
+
+
+@pytest.mark.parametrize("reply", [fault.stall, paced(60)], ids=["no head", "no body"])
+async def test_an_engine_that_answers_nobody_is_given_up(engine: FakeEngine, reply: Reply) -> None:
+    """Who waits for the beginning of an answer is told; who has some of it has a timer of its own."""
+    engine.script(CHAT, fault.stall_in_stream, reply)
+    async with upstream_to(engine.url) as upstream:
+        begun, silent, idle = await upstream.open(), await upstream.open(), await upstream.open()
+        idle.release()
+        await begun.send("POST", CHAT, {}, BODY)
+        assert await begun.read() == fault.DELTA
+        waiting = asyncio.create_task(exchange(silent))
+        await until(lambda: len(engine.asked(CHAT)) == 2)
+        upstream.end_silent("not even /health")
+        async with asyncio.timeout(10):
+            with pytest.raises(LineStalled, match="not even /health"):
+                await waiting
+        assert idle.usable
+        assert begun._lost is None
+        for connection in (begun, silent):
+            connection.release()
+
+
+async def test_no_timer_outlives_its_answer(engine: FakeEngine) -> None:
+    """A connection that is idle, or closed, is not given up for the silence of its last answer."""
+    engine.script(CHAT, fault.whole("200 OK", {}), fault.stall_in_stream)
+    async with upstream_to(engine.url) as upstream:
+        upstream.idle_timeout_s = 0.05
+        connection = await upstream.open()
+        await exchange(connection)
+        connection.release()
+        await asyncio.sleep(0.15)
+        assert connection.usable
+        again = await upstream.open()
+        assert again is connection
+        await again.send("POST", CHAT, {}, BODY)
+        again.release()
+        assert again._silence is None
+
+
+async def test_forgetting_the_idle_makes_the_next_ask_who_is_there(engine: FakeEngine) -> None:
+    async with upstream_to(engine.url) as upstream:
+        used, idle = await upstream.open(), await upstream.open()
+        idle.release()
+        upstream.forget_idle()
+        assert (idle.usable, used.usable) == (False, True)
+        await until(lambda: upstream.open_connections == 1)
+        (await upstream.open()).release()
+        used.release()
+    assert len(engine.asked("/props")) == 3

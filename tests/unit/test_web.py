@@ -17,10 +17,12 @@ import pytest
 from aiohttp import web
 
 from kvgate.core.ask import Usage
+from kvgate.core.ledger import Denied
 from kvgate.core.reason import Reason, refusal
-from kvgate.core.tenant import Limits, Quota, Tenant
+from kvgate.core.replay import Asked
+from kvgate.core.tenant import Limits, OnOverflow, Quota, Tenant
 from kvgate.gate import Gate
-from kvgate.log import JsonLines
+from kvgate.log import JsonLines, RequestLog
 from kvgate.ports import Head
 from kvgate.web import HEADERS, Front, WebSettings, served_routes
 from kvgate.web import server as module
@@ -1391,3 +1393,49 @@ async def test_a_browsers_sdk_may_send_headers_of_its_own() -> None:
             answer = await listener.ask(CHAT, b"", method="OPTIONS", headers=headers)
             assert answer.status == 204
             assert (dict(answer.headers)["access-control-allow-headers"] == asked) is allowed
+
+
+# -- what is remembered of sizes
+
+
+async def test_what_came_as_far_as_the_arithmetic_can_be_judged_again() -> None:
+    """Admitted, clamped, rejected, or denied by the queue: sizes alone, and the pool that they were judged for."""
+    full = Denied("", Reason.QUEUE_FULL, 7, 3.2)
+    clamping = {sha256(KEY): Tenant("alpha", Limits(on_overflow=OnOverflow.CLAMP)), sha256(OTHER_KEY): Tenant("beta")}
+    parts = Parts(engine=EngineDouble(prompt_tokens=1000), ledger=LedgerDouble(replies=[full]), tenants=clamping)
+    async with listening(parts) as listener:
+        await listener.ask(body=chat(PROMPT, max_tokens=5))
+        await listener.ask(body=chat(PROMPT, n=2))
+        await listener.ask(body=chat(PROMPT, max_tokens=500))
+        await listener.ask(body=chat(PROMPT, max_tokens=500), headers=f"x-api-key: {OTHER_KEY}\r\n")
+        pool = profile().pool()
+        assert [(record.verdict, record.reason, record.asked) for record in listener.records] == [
+            ("admit", "queue_full", Asked(5, 1, (1000,), 1, pool)),
+            ("admit", "", Asked(None, 2, (1000,), 1, pool)),
+            ("clamp", "generation_overflow", Asked(500, 1, (1000,), 1, pool)),
+            ("reject", "generation_overflow", Asked(500, 1, (1000,), 1, pool)),
+        ]
+
+
+async def test_what_was_never_sized_is_not_remembered() -> None:
+    loading = refused(refusal(Reason.ENGINE_LOADING, retry_after_s=2))
+    async with listening(Parts(engine=EngineDouble(counts=[loading]))) as listener:
+        await listener.ask(body=chat())
+        await listener.ask(body=b"{")
+        await listener.ask(body=chat(), headers="x-api-key: nobody\r\n")
+        await listener.ask("/tokenize", body=b"{}")
+        assert [record.asked for record in listener.records] == [None] * 4
+
+
+async def test_the_log_line_shows_no_sizes_beyond_its_own(
+    listener: Listener, caplog: pytest.LogCaptureFixture
+) -> None:
+    await listener.ask(body=chat())
+    (record,) = listener.records
+    assert record.asked is not None
+    for each in (record, replace(record, asked=None)):
+        RequestLog().request(each)
+    with_sizes, without = (
+        json.loads(JsonLines().format(line)) for line in caplog.records if line.name == "kvgate.request"
+    )
+    assert with_sizes | {"ts": ""} == without | {"ts": ""}

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 CONTROL_TIMEOUT_S = 30.0
 """For counters and the tokenizer: the longest prompts take seconds on a busy machine."""
 
+WAKE_TIMEOUT_S = 300.0
+"""For a call that wakes the engine, which loads its model first."""
+
 HELLO_TIMEOUT_S = 5.0
 """For `/health` and `/props`, which llama-server answers at once unless it hangs."""
 
@@ -28,20 +31,26 @@ async def exchange(line: Line, method: str, path: str, body: bytes = b"") -> tup
     return status, answer
 
 
-async def ask(line: Line, method: str, path: str, body: bytes = b"") -> tuple[int, Any, bytes]:
+async def ask(
+    line: Line, method: str, path: str, body: bytes = b"", *, waking: bool = False
+) -> tuple[int, Any, bytes]:
     """One control call: status, the JSON of its answer (None where it is none), and its bytes.
+
+    `waking` where the engine may have to load its model first.
 
     Raises:
         LineFailed: the connection broke, or there was no answer in time: a GET has `HELLO_TIMEOUT_S`.
     """
-    timeout_s = HELLO_TIMEOUT_S if method == "GET" and path != "/slots" else CONTROL_TIMEOUT_S
+    timeout_s = WAKE_TIMEOUT_S if waking else CONTROL_TIMEOUT_S
+    if method == "GET" and path != "/slots":
+        timeout_s = HELLO_TIMEOUT_S
     headers = {"Content-Type": "application/json"} if body else {}
     try:
         async with asyncio.timeout(timeout_s):
             head = await line.send(method, path, headers, body)
             raw = await whole_body(line, ANSWER_BYTES_MAX)
     except TimeoutError:
-        raise LineFailed(f"no answer to {method} {path} in {timeout_s:g} s", sent=True) from None
+        raise LineFailed(f"no answer to {method} {path} in {timeout_s:g} s", sent=True, silent=True) from None
     return head.status, parsed(raw), raw
 
 

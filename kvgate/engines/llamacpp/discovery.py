@@ -53,15 +53,18 @@ def profile_of(
     slots: list[Any] | None,
     facts: StartupFacts | None,
     kv: KvSettings,
+    *,
+    slots_visible: bool,
 ) -> EngineProfile:
     """The profile that the engine's answers, its log and the operator's settings make together.
 
     Args:
         props: of GET /props.
         models: of GET /v1/models, whatever it was.
-        slots: of GET /slots, None where the engine does not show them.
+        slots: of GET /slots, None where the engine does not show them, or was not asked.
         facts: of its startup log.
         kv: what the operator says.
+        slots_visible: whether the engine would show its slots.
 
     Raises:
         Refused: ENGINE_UNKNOWN: what must be known is told nowhere, or contradicts the settings.
@@ -98,7 +101,7 @@ def profile_of(
         ),
         kv_type_k=Fact(facts.kv_type_k, Source.LOG) if facts and facts.kv_type_k else None,
         kv_type_v=Fact(facts.kv_type_v, Source.LOG) if facts and facts.kv_type_v else None,
-        slots_visible=slots is not None,
+        slots_visible=slots_visible,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import secrets
 from dataclasses import dataclass
@@ -15,9 +14,10 @@ from kvgate.core.reason import Reason, refusal
 from kvgate.core.reuse import Reuse
 from kvgate.engines.llamacpp.calls import ask, exchange, json_bytes
 from kvgate.engines.llamacpp.discovery import KIND, BoundFacts, busy_slots, profile_of, text_of
-from kvgate.engines.llamacpp.errors import RETRY_AFTER_S, explain, problem_of
+from kvgate.engines.llamacpp.errors import LOADING_RETRY_AFTER_S, explain, problem_of
+from kvgate.engines.llamacpp.sleep import Sleep, digest_awake
 from kvgate.ports import Counted, LineFailed, Refused
-from kvgate.upstream import Connection, Upstream
+from kvgate.upstream import IDLE_TIMEOUT_S, Connection, Upstream, unanswered
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,6 +62,8 @@ class LlamaCppSettings:
         undersized_refused: False serves an undersized engine all the same, with warnings.
         margin_tokens: cells a sequence may take beyond its output limit.
         headroom_ratio: share of the pool that is never granted.
+        idle_timeout_s: how long it may be silent in mid-answer, and how long one that answers no `/health` may keep a
+            request waiting for the beginning of its answer.
     """
 
     kv: KvSettings
@@ -69,6 +71,7 @@ class LlamaCppSettings:
     undersized_refused: bool = True
     margin_tokens: int = 0
     headroom_ratio: float = 0.0
+    idle_timeout_s: float = IDLE_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ class LlamaCpp:
         on_profile: Callable[[EngineProfile | None, EngineProfile], None] | None = None,
         api_key: str | None = None,
     ) -> None:
-        self.upstream = Upstream(url, self._hello, clock, api_key)
+        self.upstream = Upstream(url, self._hello, api_key, settings.idle_timeout_s)
         self._settings = settings
         self._clock = clock
         self._facts = BoundFacts(startup_log)
@@ -115,11 +118,29 @@ class LlamaCpp:
         self._seen: tuple[str, StartupFacts | None] | None = None
         self._calling: set[Connection] = set()
         self._reuse_off: dict[str, bool] = {}
+        self._unheard_since_s: float | None = None
+        self._sleep = Sleep()
+        self._slots_asked = False
+
+    def configure(self, settings: LlamaCppSettings) -> None:
+        """Go by other settings from the next request on: the profile is made anew of what the engine says.
+
+        Requests that are under way go on under those that they were judged by.
+        """
+        self._settings = settings
+        self.upstream.idle_timeout_s = settings.idle_timeout_s
+        self._seen = None
+        self.upstream.forget_idle()
 
     @property
     def profile(self) -> EngineProfile | None:
         """The latest profile, None until the engine has been reached once."""
         return self._profile
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine had put its model away at the last look (`--sleep-idle-seconds`)."""
+        return self._sleep.asleep
 
     def pool(self, profile: EngineProfile) -> KvPool:
         """The pool to guard on an engine of this profile."""
@@ -173,7 +194,10 @@ class LlamaCpp:
         """
         try:
             called = await self._call("GET", "/health", for_tenant=False)
+            if called.status == 200 and self._sleep.is_told:
+                await self._see_sleep()
         except Refused:
+            self._unheard()
             # It hangs or is gone: who waits for a count waits for nothing. Inference is left to its own line.
             for connection in list(self._calling):
                 connection.close()
@@ -181,9 +205,23 @@ class LlamaCpp:
             if self._profile is not None and self._profile.instance is None:
                 self._reuse_off.clear()
             raise
+        self._unheard_since_s = None
         if called.status == 503:
-            raise Refused(refusal(Reason.ENGINE_LOADING, retry_after_s=RETRY_AFTER_S))
+            raise Refused(refusal(Reason.ENGINE_LOADING, retry_after_s=LOADING_RETRY_AFTER_S))
         return called.profile
+
+    def _unheard(self) -> None:
+        """It did not answer. Of a long prefill nothing is heard either, but then `/health` answers."""
+        now_s, allowed_s = self._clock(), self._settings.idle_timeout_s
+        if self._unheard_since_s is None:
+            self._unheard_since_s = now_s
+        elif now_s - self._unheard_since_s >= allowed_s:
+            self.upstream.end_silent(f"the engine has not answered /health for {allowed_s:g} s either")
+
+    async def _see_sleep(self) -> None:
+        called = await self._call("GET", "/props", for_tenant=False)
+        if called.status == 200 and isinstance(called.answer, dict):
+            self._sleep.note(called.answer)
 
     async def count(self, dialect: str, request: ReadRequest, body: bytes) -> Counted:
         """The prompt sizes: by the engine's counter for this dialect, or piece by piece by its tokenizer.
@@ -256,7 +294,7 @@ class LlamaCpp:
         if called.status == 200 and called.answer is not None:
             return called.answer, called.profile
         if called.status == 503:
-            raise Refused(refusal(Reason.ENGINE_LOADING, retry_after_s=RETRY_AFTER_S))
+            raise Refused(refusal(Reason.ENGINE_LOADING, retry_after_s=LOADING_RETRY_AFTER_S))
         if called.status in {200, 404, 405, 501}:
             raise Refused(refusal(Reason.ENGINE_UNKNOWN, problem=f"it has no counter at {path}", retry_after_s=60))
         raise Refused(refusal(Reason.UNCOUNTED, problem=problem_of(called.answer)))
@@ -279,7 +317,7 @@ class LlamaCpp:
         """
         called = await self._call("GET", "/props")
         if called.status != 200 or not isinstance(called.answer, dict):
-            raise Refused(refusal(Reason.ENGINE_LOADING, retry_after_s=RETRY_AFTER_S))
+            raise Refused(refusal(Reason.ENGINE_LOADING, retry_after_s=LOADING_RETRY_AFTER_S))
         return called.answer
 
     async def _call(self, method: str, path: str, body: bytes = b"", *, for_tenant: bool = True) -> _Called:
@@ -291,13 +329,17 @@ class LlamaCpp:
         connection = await (self.open() if for_tenant else self.upstream.open())
         self._calling.add(connection)
         try:
-            return _Called(*await ask(connection, method, path, body), connection.profile)
+            called = _Called(
+                *await ask(connection, method, path, body, waking=self._sleep.waking), connection.profile
+            )
         except LineFailed as failed:
-            unreachable = refusal(Reason.ENGINE_UNREACHABLE, retry_after_s=RETRY_AFTER_S)
-            raise Refused(unreachable, str(failed)) from None
+            raise unanswered(str(failed), failed.trouble) from None
         finally:
             self._calling.discard(connection)
             connection.release()
+        if method == "POST":
+            self._sleep.answered()
+        return called
 
     def reuse_is_off(self, dialect: str, profile: EngineProfile) -> bool | None:
         """True where the request carries the switch; for the others, what the probe of this process saw."""
@@ -335,7 +377,8 @@ class LlamaCpp:
     async def look(self) -> SlotsSeen | None:
         """One look at the slots at work; None where the engine does not show them.
 
-        The answer comes between two of the engine's batches: during a long prefill it takes seconds.
+        The answer comes between two of the engine's batches: during a long prefill it takes seconds. An engine that
+        sleeps is not asked, which would wake it: it does so only when every slot is idle.
 
         Raises:
             Refused: the engine is not to be had.
@@ -344,12 +387,20 @@ class LlamaCpp:
         connection = await self.upstream.open()
         asked_at_s = self._clock()
         try:
-            status, slots = await exchange(connection, "GET", "/slots")
+            if self._sleep.is_told and await self._sleeps(connection):
+                return SlotsSeen((), asked_at_s)
+            slots = await _slots(connection)
         finally:
             connection.release()
-        if status != 200 or not isinstance(slots, list):
+        if slots is None:
             return None
         return SlotsSeen(tuple(busy_slots(slots)), asked_at_s)
+
+    async def _sleeps(self, connection: Connection) -> bool:
+        status, props = await exchange(connection, "GET", "/props")
+        if status == 200 and isinstance(props, dict):
+            self._sleep.note(props)
+        return self._sleep.asleep
 
     async def close(self) -> None:
         """Close every connection."""
@@ -359,23 +410,31 @@ class LlamaCpp:
 
     async def _hello(self, connection: Connection) -> EngineProfile:
         """Ask the engine who it is; runs first on every new connection."""
-        status, props, raw = await ask(connection, "GET", "/props")
+        status, props = await exchange(connection, "GET", "/props")
         if status == 503:
-            raise Refused(refusal(Reason.ENGINE_LOADING, retry_after_s=RETRY_AFTER_S))
+            raise Refused(refusal(Reason.ENGINE_LOADING, retry_after_s=LOADING_RETRY_AFTER_S))
         if status != 200 or not isinstance(props, dict):
             raise Refused(refusal(Reason.ENGINE_UNKNOWN, problem=f"GET /props answered {status}", retry_after_s=60))
+        self._sleep.note(props)
         facts = self._facts.of(text_of(props.get("media_marker")))
-        seen = (hashlib.sha256(raw).hexdigest(), facts)
-        if self._profile is not None and seen == self._seen:
+        seen, waking = (digest_awake(props), facts), self._sleep.waking
+        if self._profile is not None and seen == self._seen and (self._slots_asked or waking):
             return self._profile
         _, models = await exchange(connection, "GET", "/v1/models")
-        slots_status, slots = await exchange(connection, "GET", "/slots")
-        visible = slots_status == 200 and isinstance(slots, list)
-        profile = profile_of(props, models, slots if visible else None, facts, self._settings.kv)
-        before, self._profile, self._seen = self._profile, profile, seen
+        # Asked for its slots it would wake, or answer when it has loaded. /props says whether it shows them; they
+        # are looked at once it is up.
+        slots = None if waking else await _slots(connection)
+        visible = slots is not None or (waking and props.get("endpoint_slots") is True)
+        profile = profile_of(props, models, slots, facts, self._settings.kv, slots_visible=visible)
+        before, self._profile, self._seen, self._slots_asked = self._profile, profile, seen, not waking
         if profile != before and self._on_profile is not None:
             self._on_profile(before, profile)
         return profile
+
+
+async def _slots(connection: Connection) -> list[Any] | None:
+    status, slots = await exchange(connection, "GET", "/slots")
+    return slots if status == 200 and isinstance(slots, list) else None
 
 
 def _process(profile: EngineProfile) -> str:

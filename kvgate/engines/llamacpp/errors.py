@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvgate.engine")
 
-RETRY_AFTER_S: Final = 2
+LOADING_RETRY_AFTER_S: Final = 5
+"""Of an engine that loads its model: seconds for a small one, a minute for a large one."""
 
 SAFE_PROBLEMS: Final = (
     "image input is not supported",
@@ -68,7 +69,7 @@ def _by_status(status: int, known: str | None) -> Refusal:
         log.error("the engine refuses kvgate's own key: set engine.api_key")
         return refusal(Reason.ENGINE_FAILED)
     if status == 503:
-        return refusal(Reason.ENGINE_LOADING, retry_after_s=RETRY_AFTER_S)
+        return refusal(Reason.ENGINE_LOADING, retry_after_s=LOADING_RETRY_AFTER_S)
     if status in {404, 405, 501}:
         absent = "it was not started for it." if status == 501 else "it has no such API."
         return refusal(Reason.ENGINE_CANNOT, problem=known or absent)

@@ -1,7 +1,8 @@
 -- What every step begins with: the keys, the state, and the rule of core/ledger.py. A step's file follows.
 -- KEYS 1 the engine's prefix, with a hash tag: every key begins with it.
 -- ARGV 1 the step's arguments, JSON. Times are milliseconds of the server's clock.
--- A step gives JSON: what it found, with "now", "retry" (ms until a slot is likely free) and "granted" (ids).
+-- A step gives JSON: what it found, with "now", "retry" (ms until a slot is likely free), "tally" (sequences held now and
+-- granted since the ledger was made) and "granted" (ids).
 --
 -- Records are JSON and keep members that this version does not know. Every step's work grows with the logarithm of
 -- the queue, or with the number of those whom it lets in or sends away; only `view` and a new pool look at everybody.
@@ -189,6 +190,7 @@ local function take(id, ticket, claimed)
   keep(key.leases, id, lease)
   redis.call('ZADD', key.ends, now + (claimed and num('ttl') or CLAIM_MS), id)
   add('sequences', lease.size.sequences)
+  add('granted', lease.size.sequences)
   add('cells', lease.cells)
   tenant_add(lease.tenant, 'running', lease.size.sequences)
   tenant_add(lease.tenant, 'cells', lease.cells)
@@ -317,6 +319,7 @@ local function answer(found)
     end
   end
   found.now, found.retry = now, retry_ms()
+  found.tally = {held = num('sequences'), granted = num('granted')}
   if #granted > 0 then found.granted = granted end
   return cjson.encode(found)
 end

@@ -1,0 +1,106 @@
+"""The operator's listener of several worker processes: asks each on its own socket, and answers as one gate."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+from aiohttp import web
+
+from kvgate.metrics import CONTENT_TYPE, merged
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+ASK_TIMEOUT_S: Final = 5.0
+
+SUMMED: Final = ("in_flight", "upstream_connections", "tasks")
+"""Figures of `/status` that each worker has for itself; the others are of the engine and the store they share."""
+
+
+async def ask(socket: Path, path: str) -> bytes | None:
+    """One worker's answer, whatever its status; None where it does not answer."""
+    connector = aiohttp.UnixConnector(str(socket))
+    timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
+    try:
+        async with (
+            aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+            session.get(f"http://worker{path}") as answer,
+        ):
+            return await answer.read()
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return None
+
+
+def merged_app(workers: Mapping[int, Path]) -> web.Application:
+    """The operator's application over these workers, by number; see `admin.listener.admin_app`.
+
+    A worker that does not answer is a warning as long as another serves.
+    """
+
+    async def everyone(path: str) -> dict[int, bytes | None]:
+        answers = await asyncio.gather(*(ask(socket, path) for socket in workers.values()))
+        return dict(zip(workers, answers, strict=True))
+
+    async def healthz(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def readyz(_: web.Request) -> web.Response:
+        body = merged_readiness(_documents(await everyone("/readyz")))
+        return web.json_response(body, status=200 if body["ready"] else 503)
+
+    async def exposition(_: web.Request) -> web.Response:
+        found = [answer for answer in (await everyone("/metrics")).values() if answer is not None]
+        return web.Response(body=merged(found), headers={"Content-Type": CONTENT_TYPE})
+
+    async def status(_: web.Request) -> web.Response:
+        body = merged_status(_documents(await everyone("/status")))
+        return web.json_response(body, dumps=lambda value: json.dumps(value, indent=2) + "\n")
+
+    app = web.Application()
+    app.router.add_get("/healthz", healthz)
+    app.router.add_get("/readyz", readyz)
+    app.router.add_get("/metrics", exposition)
+    app.router.add_get("/status", status)
+    return app
+
+
+def merged_readiness(answers: Mapping[int, Any]) -> dict[str, Any]:
+    """Ready while every worker that answers is, and one does; what several say is said once."""
+    heard = [answer for answer in answers.values() if answer is not None]
+    problems = _once(problem for answer in heard for problem in answer["problems"])
+    warnings = _once(warning for answer in heard for warning in answer["warnings"])
+    silent = ", ".join(str(number) for number, answer in answers.items() if answer is None)
+    if not heard:
+        problems = ["no worker answers"]
+    elif silent:
+        warnings.append(f"worker {silent} of {len(answers)} does not answer; it is being started again")
+    rest = {name: value for answer in heard[:1] for name, value in answer.items()}
+    return {**rest, "ready": not problems, "problems": problems, "warnings": warnings, "workers": len(heard)}
+
+
+def merged_status(answers: Mapping[int, Any]) -> dict[str, Any]:
+    """What the workers share, as the first tells it, and the sums of what each has for itself."""
+    heard = {number: answer for number, answer in answers.items() if answer is not None}
+    body: dict[str, Any] = {name: value for answer in list(heard.values())[:1] for name, value in answer.items()}
+    for name in SUMMED:
+        body[name] = sum(answer.get(name, 0) for answer in heard.values())
+    readiness = merged_readiness(answers)
+    body |= {name: readiness[name] for name in ("problems", "warnings")}
+    body.pop("pid", None)
+    body["workers"] = {
+        number: None if answer is None else {name: answer.get(name) for name in ("pid", *SUMMED)}
+        for number, answer in answers.items()
+    }
+    return body
+
+
+def _documents(answers: Mapping[int, bytes | None]) -> dict[int, Any]:
+    return {number: None if answer is None else json.loads(answer) for number, answer in answers.items()}
+
+
+def _once(sentences: Any) -> list[str]:
+    return list(dict.fromkeys(sentences))
