@@ -295,16 +295,22 @@ def _ledger(view: LedgerView) -> Iterator[Metric]:
     yield GaugeMetricFamily("kvgate_kv_pool_tokens", "Cells of the KV cache.", value=view.pool.tokens)
     yield GaugeMetricFamily("kvgate_slots", "Sequences that run side by side.", value=view.pool.slots)
     held = GaugeMetricFamily(
-        "kvgate_kv_held_tokens", "Cells reserved by running and draining requests.", labels=("tenant",)
+        "kvgate_kv_held_tokens",
+        "Cells reserved by running and draining requests, of all gates that share the ledger.",
+        labels=("tenant",),
     )
     for tenant, tokens in view.held_tokens_by_tenant:
         held.add_metric((tenant,), tokens)
     yield held
-    slots = GaugeMetricFamily("kvgate_slots_held", "Slots held, by what holds them.", labels=("state",))
+    slots = GaugeMetricFamily(
+        "kvgate_slots_held", "Slots held, by what holds them, of all gates that share the ledger.", labels=("state",)
+    )
     slots.add_metric(("running",), view.running)
     slots.add_metric(("draining",), view.draining)
     yield slots
-    queue = GaugeMetricFamily("kvgate_queue_depth", "Requests that wait.", labels=("tenant",))
+    queue = GaugeMetricFamily(
+        "kvgate_queue_depth", "Requests that wait, at all gates that share the ledger.", labels=("tenant",)
+    )
     for tenant, waiting in view.waiting_by_tenant:
         queue.add_metric((tenant,), waiting)
     yield queue

@@ -46,6 +46,8 @@ class Membership:
         self.in_hand: dict[str, Hand] = {}
         self.settled: dict[str, Settled] = {}
         self.draining = asyncio.Event()
+        self.tally = Tally()
+        """What all gates hold, and have been granted, as of the last renewal."""
         self.telling = asyncio.Lock()
         """Held while the store is told all that is in hand: nothing of it may be over before that is done."""
         self._link = link

@@ -76,16 +76,13 @@ class SharedLedger:
         self._clock = clock
         self._settings = settings
         self._member = Membership(self.link, clock, settings.lease_ttl_s, settings.drain_max_s)
+        self.draining = self._member.draining
+        """Set while anything drains, of whatever gate: the watcher of the engine's slots sleeps on it."""
         self._watch = DrainWatch()
         self._outage: Outage | None = None
         self._view: LedgerView | None = None
         self._closed: Reason | None = None
         self._grants = Grants(client, self.link, self._member.gate, self._member.pushed)
-
-    @property
-    def draining(self) -> asyncio.Event:
-        """Set while anything drains, of whatever gate: the watcher of the engine's slots sleeps on it."""
-        return self._member.draining
 
     @property
     def other_pool(self) -> KvPool | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import Phase, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvgate.core.ask import Size
-from kvgate.core.drain import HANDOVER_S, BusySlot, SlotsSeen, handover_s
+from kvgate.core.drain import HANDOVER_S, SETTLE_S, BusySlot, DrainWatch, LeaseFacts, SlotsSeen, handover_s
 from kvgate.core.ledger import (
     Denied,
     Lease,
@@ -345,12 +346,15 @@ class Story(RuleBasedStateMachine):
             if life.done_at_step is not None and life.done_at_step < self.last_look_step:
                 self.settle_now(life)
         assert look.busy is not None
-        granted = self.ledger.observe(SlotsSeen(look.busy, look.asked_at_s, look.kind != "counted"), self.now_s)
+        granted = self.observe(SlotsSeen(look.busy, look.asked_at_s, look.kind != "counted"))
         self.last_look_step = look.taken_at_step
         for life in [life for life in self.held if life.gone and life.lease_id not in self.ledger._held]:
             assert not self.engine.works_for(life), "a drain was ended while the engine still worked for it"
             self.free(life)
         self.expect(granted)
+
+    def observe(self, seen: SlotsSeen) -> tuple[Lease, ...]:
+        return self.ledger.observe(seen, self.now_s)
 
     @precondition(lambda self: self.look is None)
     @rule(rarely=st.sampled_from(range(6)))
@@ -533,6 +537,65 @@ class DrainStory(Story):
                 self.hand_over_now(life, late=True)
 
 
+class LateStory(DrainStory):
+    """The same, where half of the leases are another gate's, which is heard of now and then, or is cut off.
+
+    It tells what it has not settled; of what has ended it may tell so for SETTLE_S more, and where it is cut off
+    it settles nothing at all.
+    """
+
+    @initialize(kinds=st.sampled_from([("told",), ("told",), ("counted",), ("told", "counted")]))
+    def start_story(self, kinds: tuple[str, ...]) -> None:
+        super().start_story(kinds)
+        self.watch = DrainWatch()
+        self.heard: dict[str, tuple[float | None, float]] = {}
+        self.seen_done_s: dict[str, float] = {}
+
+    def is_anothers(self, lease_id: str) -> bool:
+        return int(lease_id[1:]) % 2 == 1
+
+    def ended(self) -> list[Life]:
+        return [life for life in super().ended() if not self.is_anothers(life.lease_id)]
+
+    @rule(data=st.data())
+    def two_come_and_the_others_work_ends(self, data: st.DataObject) -> None:
+        """Two side by side, both heard of, and then the other gate's is done and nobody tells."""
+        lives = [self.ask_for("a", Size(10, 16)) for _ in range(2)]
+        if not all(life in self.held for life in lives):
+            return
+        for life in lives:
+            self.start(life)
+        self.the_other_gate_is_heard_of()
+        others = next(life for life in lives if self.is_anothers(life.lease_id))
+        self.engine.drop(others)
+        others.done_at_step = self.step
+        if data.draw(st.booleans()):
+            self.hang_up_now(next(life for life in lives if life is not others))
+
+    @rule()
+    def the_other_gate_is_heard_of(self) -> None:
+        for facts in self.ledger.facts():
+            done_s = self.seen_done_s.get(facts.lease_id)
+            if done_s is None or self.now_s - done_s < SETTLE_S:
+                self.heard[facts.lease_id] = (facts.answered_at_s, self.now_s)
+
+    @invariant()
+    def remember_when_what_was_done(self) -> None:
+        for life in getattr(self, "held", []):
+            if life.done_at_step is not None:
+                self.seen_done_s.setdefault(life.lease_id, self.now_s)
+
+    def observe(self, seen: SlotsSeen) -> tuple[Lease, ...]:
+        facts = [self.known(facts) for facts in self.ledger.facts()]
+        return self.ledger.free(self.watch.observe(facts, seen), self.now_s)
+
+    def known(self, facts: LeaseFacts) -> LeaseFacts:
+        if facts.draining_since_s is not None or not self.is_anothers(facts.lease_id):
+            return facts
+        answered_at_s, unsettled_at_s = self.heard.get(facts.lease_id, (None, -math.inf))
+        return replace(facts, answered_at_s=answered_at_s, unsettled_at_s=unsettled_at_s)
+
+
 # A failing story takes a while to shrink, and what the explain phase adds is rarely worth its minutes.
 _PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 
@@ -540,3 +603,5 @@ TestLedgerStory = pytest.mark.timeout(900)(LedgerStory.TestCase)
 TestLedgerStory.settings = settings(max_examples=250, stateful_step_count=60, phases=_PHASES)
 TestDrainStory = pytest.mark.timeout(900)(DrainStory.TestCase)
 TestDrainStory.settings = settings(max_examples=400, stateful_step_count=50, phases=_PHASES)
+TestLateStory = pytest.mark.timeout(900)(LateStory.TestCase)
+TestLateStory.settings = settings(max_examples=300, stateful_step_count=50, phases=_PHASES)
