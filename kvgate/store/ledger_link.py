@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvgate.store.errors import StoreUnavailable, store_errors
 from kvgate.store.ledger_scripts import Unset
+from kvgate.store.patience import within
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -123,5 +124,5 @@ class LedgerLink:
 @contextlib.asynccontextmanager
 async def _bounded(doing: str) -> AsyncIterator[None]:
     with store_errors(doing):
-        async with asyncio.timeout(STEP_TIMEOUT_S):
+        async with within(STEP_TIMEOUT_S):
             yield
