@@ -23,19 +23,19 @@ async def within(seconds: float) -> AsyncIterator[None]:
         TimeoutError: the peer took too long while this process did not.
     """
     loop = asyncio.get_running_loop()
+    timers: list[asyncio.TimerHandle] = []
+
+    def over(due_s: float) -> None:
+        now_s = loop.time()
+        if now_s - due_s > LATE_S:
+            timers[0] = loop.call_at(now_s + seconds, over, now_s + seconds)
+        else:
+            timeout.reschedule(now_s)
+
     async with asyncio.timeout(None) as timeout:
-
-        def over(due_s: float) -> None:
-            nonlocal timer
-            now_s = loop.time()
-            if now_s - due_s > LATE_S:
-                timer = loop.call_at(now_s + seconds, over, now_s + seconds)
-            else:
-                timeout.reschedule(now_s)
-
         due_s = loop.time() + seconds
-        timer = loop.call_at(due_s, over, due_s)
+        timers.append(loop.call_at(due_s, over, due_s))
         try:
             yield
         finally:
-            timer.cancel()
+            timers[0].cancel()
