@@ -7,17 +7,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvgate.core.admission import Reject, decide
+from kvgate.core.admission import Reject
 from kvgate.core.ledger import Denied, Reservation
 from kvgate.core.reason import Reason, refusal
 from kvgate.core.reuse import Reuse
 from kvgate.core.tenant import Quota
 from kvgate.ports import PROBE_SIZE, LineFailed, Refused
+from kvgate.trimming import decided
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from kvgate.core.admission import Admit, Clamp, Verdict
+    from kvgate.core.admission import Admit, Clamp, Trim, Verdict
     from kvgate.core.ledger import Lease
     from kvgate.core.pool import KvPool
     from kvgate.core.profile import EngineProfile
@@ -64,7 +65,7 @@ class Admitted:
     in the receipt; leaving the gate's context settles the lease and gives the line back. `line` alone ever changes.
     """
 
-    verdict: Admit | Clamp
+    verdict: Admit | Clamp | Trim
     request: ReadRequest
     counted: Counted
     body: bytes
@@ -165,7 +166,8 @@ class Gate:
             if request.ask.model is None:  # then the engine's own is meant
                 _check_model(next(iter(counted.profile.models), ""), tenant)
             pool = engine.pool(counted.profile)
-            verdict = decide(request.ask, counted.prompts, pool, tenant)
+            found = await decided(engine, call.dialect, request, counted, pool=pool, tenant=tenant)
+            verdict, request, counted = found.verdict, found.request, found.counted
             if isinstance(verdict, Reject):
                 return Rejected(verdict.refusal, verdict, request, counted)
             await self._check_reuse(call.dialect.name, counted, pool)
