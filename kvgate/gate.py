@@ -7,18 +7,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvgate.core.admission import Reject, decide
+from kvgate.core.admission import Reject
 from kvgate.core.ledger import Denied, Reservation
 from kvgate.core.reason import Reason, refusal
 from kvgate.core.replay import Asked
 from kvgate.core.reuse import Reuse
 from kvgate.core.tenant import Quota
 from kvgate.ports import PROBE_SIZE, LineFailed, Refused
+from kvgate.trimming import decided
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from kvgate.core.admission import Admit, Clamp, Verdict
+    from kvgate.core.admission import Admit, Clamp, Trim, Verdict
     from kvgate.core.ledger import Lease
     from kvgate.core.pool import KvPool
     from kvgate.core.profile import EngineProfile
@@ -65,7 +66,7 @@ class Admitted:
     in the receipt; leaving the gate's context settles the lease and gives the line back. `line` alone ever changes.
     """
 
-    verdict: Admit | Clamp
+    verdict: Admit | Clamp | Trim
     request: ReadRequest
     counted: Counted
     body: bytes
@@ -168,10 +169,11 @@ class Gate:
             counted = await engine.count(call.dialect.name, request, call.body)
             if request.ask.model is None:  # then the engine's own is meant
                 _check_model(next(iter(counted.profile.models), ""), tenant)
-            held.prompts = counted.prompts
             pool = engine.pool(counted.profile)
-            verdict = decide(request.ask, counted.prompts, pool, tenant)
             asked = Asked.of(request.ask, counted.prompts, pool)
+            found = await decided(engine, call.dialect, request, counted, pool=pool, tenant=tenant)
+            verdict, request, counted = found.verdict, found.request, found.counted
+            held.prompts = counted.prompts
             if isinstance(verdict, Reject):
                 return Rejected(verdict.refusal, verdict, request, counted, asked)
             await self._check_reuse(call.dialect.name, counted, pool)

@@ -67,6 +67,14 @@ class Metrics:
         self._hangups = self._counter(
             "kvgate_hangups", "Requests whose client left before the answer was complete.", ("tenant",)
         )
+        self._trims = self._counter(
+            "kvgate_trims",
+            "Requests whose prompt was trimmed, by strategy, or the side of a text.",
+            ("tenant", "how"),
+        )
+        self._trimmed = self._counter(
+            "kvgate_trimmed_tokens", "Prompt tokens dropped by trimming.", ("tenant", "how")
+        )
         self._drift = self._counter(
             "kvgate_count_drift",
             "Answers whose prompt size by the engine's usage differs from what was counted. Must stay 0.",
@@ -104,6 +112,9 @@ class Metrics:
         # Counted at 0 too: what must stay 0 is there to be looked at from the first request on.
         self._reuse_violations.labels(record.tenant).inc(record.reuse_violation)
         self._drift.labels(record.dialect).inc(record.count_drift_tokens != 0)
+        if (trimmed := record.trimmed) is not None:
+            self._trims.labels(record.tenant, trimmed.how).inc()
+            self._trimmed.labels(record.tenant, trimmed.how).inc(trimmed.tokens)
         if (usage := record.usage) is not None:
             self._tokens.labels(record.tenant, "prompt").inc(usage.prompt_tokens)
             self._tokens.labels(record.tenant, "output").inc(usage.output_tokens)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from kvgate.core.ask import Size
 from kvgate.core.engine_state import Trouble
+from kvgate.core.trim_policy import UNSAID, TrimAsk
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from kvgate.core.reuse import Reuse
     from kvgate.core.startup_log import StartupLog
     from kvgate.core.tenant import Tenant
+    from kvgate.core.trim_search import Trimmed
+    from kvgate.core.turns import Item
 
 
 PROBE_SIZE: Final = Size(prompt_tokens=96, output_tokens=1)
@@ -69,12 +72,28 @@ class LineStalled(LineFailed):
 class ReadRequest:
     """A request body as its dialect read it.
 
-    `usage_shown` is whether the client asked to see a stream's usage.
+    `usage_shown` is whether the client asked to see a stream's usage, `trim` what it says of trimming.
     """
 
     ask: Ask
     document: JsonObject
     usage_shown: bool
+    trim: TrimAsk = UNSAID
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The list of a conversation that may be trimmed: the member that holds it, and what its elements are."""
+
+    field: str
+    items: tuple[Item, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """The member that holds a text prompt, or several, which may be cut."""
+
+    field: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +161,9 @@ class Dialect(Protocol):
         Raises:
             Refused: it is not a request that kvgate and the engine would read alike.
         """
+
+    def trimmable(self, request: ReadRequest) -> History | Texts | None:
+        """What of the request may be shortened; None where nothing may."""
 
     def cap(self, request: ReadRequest, size: Size) -> Edit:
         """The edit that makes the judged output limit, and nothing else, the request's own."""
@@ -220,6 +242,13 @@ class Engine(Protocol):
 
     async def count_text(self, text: str) -> int:
         """The tokens of a bare text, nothing added.
+
+        Raises:
+            Refused: as `count`.
+        """
+
+    async def text_pieces(self, text: str) -> tuple[int, ...]:
+        """How many bytes of a bare text each of its tokens stands for, in order; nothing is added to it.
 
         Raises:
             Refused: as `count`.
@@ -324,6 +353,7 @@ class RequestRecord:
     count_drift_tokens: int = 0
     detail: str = ""
     asked: Asked | None = None
+    trimmed: Trimmed | None = None
 
 
 class Observer(Protocol):

@@ -19,7 +19,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from kvgate.core.tenant import Limits, OnOverflow, Quota, Tenant
+from kvgate.core.tenant import Limits, OnOverflow, Quota, Tenant, TrimSide, TrimStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -187,7 +187,29 @@ class TenantSection(_Section):
         1024, ge=1, description="Limit. Tokens of output where the request names no limit, or what fits of it."
     )
     on_overflow: OnOverflow = Field(
-        OnOverflow.REJECT, description="Limit. What to do where the asked output does not fit."
+        OnOverflow.REJECT,
+        description="Limit. What to do where the asked output does not fit: `reject`, `clamp` it to what fits, or "
+        "`trim` the conversation's history until `trim_room_tokens` are free, then clamp (docs/trim.md).",
+    )
+    trim_on_request: bool = Field(
+        False,
+        description="Limit. Whether a request may ask for trimming in its own words where `on_overflow` is another.",
+    )
+    trim_strategy: TrimStrategy = Field(
+        TrimStrategy.OLDEST_FIRST,
+        description="Limit. What goes first: `oldest-first`, `middle-out` or `tool-output-first`.",
+    )
+    trim_side: TrimSide = Field(
+        TrimSide.LEFT, description="Limit. Which end of a text prompt is cut off: `left` or `right`."
+    )
+    trim_room_tokens: int = Field(
+        256, ge=1, description="Limit. Tokens of output that trimming makes room for, where as many are asked."
+    )
+    trim_stride_tokens: int = Field(
+        0,
+        ge=0,
+        description="Limit. Tokens, at 4 bytes each, in whose multiples history is dropped, so that the kept prefix "
+        "stays the same for several turns; 0 drops no more than needed.",
     )
     concurrency_max: int | None = Field(None, ge=1, description="Quota. Sequences that run at once.")
     kv_tokens_max: int | None = Field(None, ge=1, description="Quota. KV tokens held at once.")
@@ -210,6 +232,11 @@ class TenantSection(_Section):
                 output_tokens_min=self.output_tokens_min,
                 output_tokens_default=self.output_tokens_default,
                 on_overflow=self.on_overflow,
+                trim_on_request=self.trim_on_request,
+                trim_strategy=self.trim_strategy,
+                trim_side=self.trim_side,
+                trim_room_tokens=self.trim_room_tokens,
+                trim_stride_tokens=self.trim_stride_tokens,
             ),
             quota=Quota(
                 concurrency_max=self.concurrency_max,

@@ -105,6 +105,7 @@ def _replayed_fields(found: Replayed | None) -> dict[str, Any] | None:
         "would_reject": found.rejections,
         "reasons": dict(found.rejected),
         "would_clamp": found.clamped,
+        "would_trim": found.trimmed,
         "prompt_tokens_max": found.prompt_tokens_max,
     }
 
@@ -121,4 +122,7 @@ def _replay_line(change: Change, requests: int, now: Replayed | None, then: Repl
     ]
     if then.clamped or (now and now.clamped):
         parts.append(f"would clamp {then.clamped:,}{clamped_now}")
+    if then.trimmed or (now and now.trimmed):
+        trimmed_now = "" if now is None else f" (now {now.trimmed:,})"
+        parts.append(f"would trim {then.trimmed:,}{trimmed_now}, as far as their text allows")
     return f"{change.name}: {'; '.join(parts)}; largest prompt {then.prompt_tokens_max:,} tokens"

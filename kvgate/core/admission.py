@@ -12,6 +12,7 @@ from kvgate.core.tenant import OnOverflow
 if TYPE_CHECKING:
     from kvgate.core.pool import KvPool
     from kvgate.core.tenant import Tenant
+    from kvgate.core.trim_search import Trimmed
 
 _CLAUSES = {
     "slot": "",
@@ -55,6 +56,16 @@ class Clamp:
 
 
 @dataclass(frozen=True, slots=True)
+class Trim:
+    """The request runs with a shorter prompt than it came with, and perhaps a smaller output limit."""
+
+    size: Size
+    room: Room
+    trimmed: Trimmed
+    label = "trim"
+
+
+@dataclass(frozen=True, slots=True)
 class Reject:
     """The request cannot run on this engine for this tenant, now or later."""
 
@@ -63,7 +74,7 @@ class Reject:
     label = "reject"
 
 
-Verdict = Admit | Clamp | Reject
+Verdict = Admit | Clamp | Trim | Reject
 
 
 def room(prompts: tuple[int, ...], sequences: int, pool: KvPool, tenant: Tenant) -> Room:
@@ -90,7 +101,7 @@ def room(prompts: tuple[int, ...], sequences: int, pool: KvPool, tenant: Tenant)
     return Room(limit, name, longest, usable)
 
 
-def decide(ask: Ask, prompts: tuple[int, ...], pool: KvPool, tenant: Tenant) -> Verdict:
+def decide(ask: Ask, prompts: tuple[int, ...], pool: KvPool, tenant: Tenant) -> Admit | Clamp | Reject:
     """Judge one request against the pool and its tenant's Limits.
 
     1. A list of prompts runs as slots come free: at most as many at once as there are slots for, and the
@@ -100,6 +111,7 @@ def decide(ask: Ask, prompts: tuple[int, ...], pool: KvPool, tenant: Tenant) -> 
     3. No limit asked: the tenant's default, or what fits of it. A default never causes a rejection.
     4. The asked limit fits: admitted as it is.
     5. It does not: clamped to what fits where the tenant's policy says so, else the generation overflows.
+       What may be trimmed is clamped where it was trimmed already, or cannot be (`kvgate.trimming`).
 
     Args:
         ask: what is wanted.
@@ -124,9 +136,14 @@ def decide(ask: Ask, prompts: tuple[int, ...], pool: KvPool, tenant: Tenant) -> 
     size = Size(held[0], min(wanted, usable), sequences, side_by_side, queued)
     if wanted <= usable:  # 4
         return Admit(size, found)
-    if limits.on_overflow is OnOverflow.CLAMP:  # 5
+    if limits.on_overflow is not OnOverflow.REJECT:  # 5
         return Clamp(size, found, wanted)
     return Reject(_overflow(Reason.GENERATION_OVERFLOW, ask, found, least, held), found)
+
+
+def overflow_clauses(found: Room) -> tuple[int, str]:
+    """The limit that binds, and the words that say whose it is, for a sentence about it."""
+    return found.limit_tokens, _CLAUSES[found.limited_by]
 
 
 def _too_many(ask: Ask, sequences: int, most: int) -> Refusal:

@@ -55,6 +55,16 @@ class Reason(Enum):
         "At most {usable_generation} fit beside {beside}. Please ask for a shorter answer or {advice}.",
         'Prompt and output limit together do not fit. Ask for less, or set `on_overflow = "clamp"` for the tenant.',
     )
+    UNTRIMMABLE = Row(
+        "untrimmable",
+        400,
+        *_OVERFLOW,
+        "This model's maximum context length is {limit_tokens} tokens{limited_by_clause}. However, your prompt has "
+        "{prompt_tokens} tokens, and trimming cannot help: {protected_clause}{leaves_clause}. Please {advice}.",
+        "The prompt overflows and may be trimmed, but what trimming never takes (system messages, the last user "
+        "message and what follows it, pinned messages, tools) is too much by itself. The message says what to "
+        "shorten.",
+    )
     TOO_MANY_SEQUENCES = Row(
         "too_many_sequences",
         400,

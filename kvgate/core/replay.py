@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 from kvgate.core.admission import Clamp, Reject, decide
 from kvgate.core.ask import Ask
+from kvgate.core.reason import Reason
+from kvgate.core.tenant import OnOverflow
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 
 PROMPTS_KEPT_MAX: Final = 64
 """Of a prompt list at most so many sizes are kept, the largest: `decide` looks at no more than there are slots."""
+
+
+OVERFLOWS: Final = frozenset({Reason.PROMPT_OVERFLOW, Reason.GENERATION_OVERFLOW})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +67,15 @@ class Asked:
 class Replayed:
     """What one tenant's limits make of some requests.
 
-    `rejected` is by reason, the most frequent first.
+    `rejected` is by reason, the most frequent first. `trimmed` would not fit as they are, under limits that trim: how
+    much of them may go only their text tells.
     """
 
     requests: int
     rejected: tuple[tuple[str, int], ...]
     clamped: int
     prompt_tokens_max: int
+    trimmed: int = 0
 
     @property
     def rejections(self) -> int:
@@ -78,13 +85,16 @@ class Replayed:
 
 def replay(requests: Iterable[Asked], tenant: Tenant) -> Replayed:
     """Judge each of the requests for this tenant; nothing is reserved, so what waits or times out is not known."""
-    total = clamped = longest = 0
+    total = clamped = trimmed = longest = 0
+    trims = tenant.limits.on_overflow is OnOverflow.TRIM
     rejected: Counter[str] = Counter()
     for asked in requests:
         verdict = asked.judged_for(tenant)
         total += 1
         longest = max(longest, asked.prompts[0])
         clamped += isinstance(verdict, Clamp)
-        if isinstance(verdict, Reject):
+        if isinstance(verdict, Reject) and trims and verdict.refusal.reason in OVERFLOWS:
+            trimmed += 1
+        elif isinstance(verdict, Reject):
             rejected[verdict.refusal.reason.label] += 1
-    return Replayed(total, tuple(rejected.most_common()), clamped, longest)
+    return Replayed(total, tuple(rejected.most_common()), clamped, longest, trimmed)

@@ -11,16 +11,40 @@ class OnOverflow(StrEnum):
 
     REJECT = "reject"
     CLAMP = "clamp"
+    TRIM = "trim"
+
+
+class TrimStrategy(StrEnum):
+    """In which order a conversation loses its parts."""
+
+    OLDEST_FIRST = "oldest-first"
+    MIDDLE_OUT = "middle-out"
+    TOOL_OUTPUT_FIRST = "tool-output-first"
+
+
+class TrimSide(StrEnum):
+    """Which end of a text prompt is cut off."""
+
+    LEFT = "left"
+    RIGHT = "right"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on ONE request, in tokens; None is no bound of the tenant's own."""
+    """Bounds on ONE request, in tokens; None is no bound of the tenant's own.
+
+    `trim_*` say how a prompt is shortened (`core.trim_policy`), where it is.
+    """
 
     context_tokens_max: int | None = None
     output_tokens_min: int = 1
     output_tokens_default: int = 1024
     on_overflow: OnOverflow = OnOverflow.REJECT
+    trim_on_request: bool = False
+    trim_strategy: TrimStrategy = TrimStrategy.OLDEST_FIRST
+    trim_side: TrimSide = TrimSide.LEFT
+    trim_room_tokens: int = 256
+    trim_stride_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from kvgate.core.ask import Ask, Usage
 from kvgate.core.json_object import Edit
 from kvgate.core.reason import Reason, refusal
 from kvgate.core.sse import event_data
-from kvgate.ports import ReadRequest, Refused, Told
-from kvgate.wire import answers, envelopes, fields
+from kvgate.ports import History, ReadRequest, Refused, Told
+from kvgate.wire import answers, conversations, envelopes, fields, trim_asks
 
 if TYPE_CHECKING:
     from kvgate.core.ask import Size
@@ -55,11 +55,16 @@ class AnthropicMessages:
             sequences=1,
             stream=fields.boolean(document, "stream"),
         )
-        return ReadRequest(ask, document, usage_shown=True)
+        return ReadRequest(ask, document, usage_shown=True, trim=trim_asks.of_messages(document))
+
+    def trimmable(self, request: ReadRequest) -> History:
+        """The messages."""
+        return History("messages", conversations.messages(request.document.get("messages")))
 
     def cap(self, request: ReadRequest, size: Size) -> Edit:
         """The output limit; names of other dialects go."""
-        return Edit({CANONICAL_FIELD: size.output_tokens}, frozenset(FOREIGN_FIELDS))
+        own = Edit({CANONICAL_FIELD: size.output_tokens}, frozenset(FOREIGN_FIELDS))
+        return own | trim_asks.stripped(request.document)
 
     def told(self, request: ReadRequest, body: bytes) -> Told | None:
         """The `usage` of a whole answer, with the cached tokens that it leaves out of the input added back."""

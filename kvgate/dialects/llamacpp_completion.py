@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvgate.ports import ReadRequest
-from kvgate.wire import fields
+from kvgate.ports import ReadRequest, Texts
+from kvgate.wire import fields, trim_asks
 from kvgate.wire.families import LlamaCppText
 
 
@@ -28,4 +28,8 @@ class LlamaCppCompletion(LlamaCppText):
             prompt_field="prompt",
             limit_field=self.canonical_field,
         )
-        return ReadRequest(ask, document, usage_shown=True)
+        return ReadRequest(ask, document, usage_shown=True, trim=trim_asks.of_text(document))
+
+    def trimmable(self, request: ReadRequest) -> Texts:
+        """The prompt."""
+        return Texts("prompt")

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvgate.core.json_object import Edit, read_object
 from kvgate.core.sse import event_data
-from kvgate.ports import ReadRequest, Told
-from kvgate.wire import answers, fields
+from kvgate.ports import History, ReadRequest, Told
+from kvgate.wire import answers, conversations, fields, trim_asks
 from kvgate.wire.families import OpenAiErrors
 
 if TYPE_CHECKING:
@@ -35,7 +35,12 @@ class OpenAiChat(OpenAiErrors):
         document = fields.document_of(body)
         fields.messages_of(document)
         ask = fields.generating_ask(document, limits=OUTPUT_FIELDS)
-        return ReadRequest(ask, document, usage_shown=fields.usage_shown(document))
+        trim = trim_asks.of_chat(document)
+        return ReadRequest(ask, document, usage_shown=fields.usage_shown(document), trim=trim)
+
+    def trimmable(self, request: ReadRequest) -> History:
+        """The messages."""
+        return History("messages", conversations.chat(request.document.get("messages")))
 
     def cap(self, request: ReadRequest, size: Size) -> Edit:
         """The output limit under one name only, `n` likewise, and the usage of a stream always asked for."""
@@ -44,7 +49,8 @@ class OpenAiChat(OpenAiErrors):
         if request.ask.stream:
             options = document.get("stream_options") or {}
             put["stream_options"] = {**options, "include_usage": True}
-        return Edit(put, frozenset(OUTPUT_FIELDS + fields.SEQUENCE_FIELDS))
+        own = Edit(put, frozenset(OUTPUT_FIELDS + fields.SEQUENCE_FIELDS))
+        return own | trim_asks.stripped(document)
 
     def told(self, request: ReadRequest, body: bytes) -> Told | None:
         """The `usage` of a whole answer; llama.cpp tells the first choice's only."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 from kvgate.core.ask import Usage
 from kvgate.core.json_object import Edit
 from kvgate.core.sse import event_data
-from kvgate.ports import ReadRequest, Told
-from kvgate.wire import answers, fields
+from kvgate.ports import ReadRequest, Texts, Told
+from kvgate.wire import answers, fields, trim_asks
 from kvgate.wire.families import OpenAiErrors
 
 if TYPE_CHECKING:
@@ -40,12 +40,18 @@ class OpenAiCompletions(OpenAiErrors):
             prompts=fields.prompts_of("prompt", document.get("prompt")),
             prompt_field="prompt",
         )
-        return ReadRequest(ask, document, usage_shown=fields.usage_shown(document))
+        trim = trim_asks.of_text(document)
+        return ReadRequest(ask, document, usage_shown=fields.usage_shown(document), trim=trim)
+
+    def trimmable(self, request: ReadRequest) -> Texts:
+        """The prompt."""
+        return Texts("prompt")
 
     def cap(self, request: ReadRequest, size: Size) -> Edit:
         """The output limit and the number of answers under one name each; `best_of`, which is ignored, goes."""
         put = fields.capped(request.document, CANONICAL_FIELD, size.output_tokens, request.ask.sequences)
-        return Edit(put, frozenset((*OUTPUT_FIELDS, *fields.SEQUENCE_FIELDS, "best_of")))
+        own = Edit(put, frozenset((*OUTPUT_FIELDS, *fields.SEQUENCE_FIELDS, "best_of")))
+        return own | trim_asks.stripped(request.document)
 
     def told(self, request: ReadRequest, body: bytes) -> Told | None:
         """The `usage` of a whole answer; llama.cpp tells the first choice's only."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvgate.core.json_object import Edit
 from kvgate.core.sse import event_data
-from kvgate.ports import ReadRequest, Told
-from kvgate.wire import answers, envelopes, fields
+from kvgate.ports import History, ReadRequest, Told
+from kvgate.wire import answers, conversations, envelopes, fields, trim_asks
 
 if TYPE_CHECKING:
     from kvgate.core.ask import Size, Usage
@@ -53,12 +53,17 @@ class OpenAiResponses:
         if fields.boolean(document, "background"):
             raise fields.malformed("'background' is not supported: the answer comes on this connection", "background")
         ask = fields.generating_ask(document, limits=OUTPUT_FIELDS, prompt_field="input", limit_field=CANONICAL_FIELD)
-        return ReadRequest(ask, document, usage_shown=True)
+        return ReadRequest(ask, document, usage_shown=True, trim=trim_asks.of_responses(document))
+
+    def trimmable(self, request: ReadRequest) -> History:
+        """The items of the input."""
+        return History("input", conversations.responses(request.document.get("input")))
 
     def cap(self, request: ReadRequest, size: Size) -> Edit:
         """The output limit and the number of answers under one name each."""
         put = fields.capped(request.document, CANONICAL_FIELD, size.output_tokens, request.ask.sequences)
-        return Edit(put, frozenset(OUTPUT_FIELDS + fields.SEQUENCE_FIELDS))
+        own = Edit(put, frozenset(OUTPUT_FIELDS + fields.SEQUENCE_FIELDS))
+        return own | trim_asks.stripped(request.document)
 
     def told(self, request: ReadRequest, body: bytes) -> Told | None:
         """The sum over the responses: llama.cpp answers `n` with a list of them."""

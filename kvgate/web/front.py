@@ -247,7 +247,8 @@ class Front:
             exchange.outcome = outcome
             if isinstance(outcome, Rejected):
                 return self._refused(request, exchange, outcome.refusal)
-            headers = {**verdict_headers(outcome), **self._headers(request, exchange)}
+            details = request.headers.get("x-kvgate-trim-details", "0") != "0"
+            headers = {**verdict_headers(outcome, details=details), **self._headers(request, exchange)}
             client = TenantSide(request, self._settings.write_timeout_s, exchange.begun)
             relayed = await relay(outcome, route.dialect, route.engine_path, client, headers)
             exchange.status, exchange.refusal, exchange.detail = relayed.status, relayed.failure, relayed.detail

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING, Final
 
-from kvgate.core.admission import Clamp
+from kvgate.core.admission import Clamp, Trim
 from kvgate.core.reason import Reason
 
 if TYPE_CHECKING:
+    from kvgate.core.trim_search import Trimmed
     from kvgate.gate import Admitted, Rejected
     from kvgate.ports import Counted
 
 HEADERS: Final = {
     "x-request-id": "The request's id in the log: the client's own where it looks like one, else minted.",
-    "x-kvgate-verdict": "`admit`, `clamp` or `reject`.",
-    "x-kvgate-reason": "Why it was refused, or clamped: a label of the table of reasons.",
+    "x-kvgate-verdict": "`admit`, `clamp`, `trim` or `reject`.",
+    "x-kvgate-reason": "Why it was refused, clamped or trimmed: a label of the table of reasons.",
     "x-kvgate-prompt-tokens": "Tokens of the prompt, counted before anything was sent; the longest of a list.",
     "x-kvgate-prompt-tokens-max": "In its place where only a certain bound is known (`x-kvgate-count: bound`).",
     "x-kvgate-count": "How they were counted: `engine`, by the engine's own counter, or `bound`.",
     "x-kvgate-output-limit": "Tokens of output that the engine was told to stop at.",
     "x-kvgate-usable-generation": "Tokens of output that fit beside this prompt.",
+    "x-kvgate-trimmed-messages": "How many messages, or items of the input, were dropped; absent for a text prompt.",
+    "x-kvgate-trimmed-tokens": "Tokens of the prompt that were dropped.",
+    "x-kvgate-trim-details": "Asked for with `x-kvgate-trim-details: 1`: what was dropped, as JSON; no text.",
     "x-kvgate-n-ctx-slot": "Tokens that one sequence may hold on this engine.",
     "x-kvgate-kv-type": "Precision of the KV cache, `unknown` where no startup log told it.",
     "x-kvgate-engine-build": "The engine's own name for its build.",
@@ -30,9 +35,13 @@ HEADERS: Final = {
 }
 """Every header that kvgate itself adds; the reference is made of it."""
 
+RUNS_MAX: Final = 16
+ROLES_MAX: Final = 120
+"""How much the details of a trim may say: clients refuse a header of more than about 8 KiB."""
 
-def verdict_headers(admitted: Admitted) -> dict[str, str]:
-    """What an admitted request's answer says of its verdict (DESIGN section 8)."""
+
+def verdict_headers(admitted: Admitted, *, details: bool = False) -> dict[str, str]:
+    """What an admitted request's answer says of its verdict (DESIGN section 8); `details` of a trim on request."""
     size, room, profile = admitted.verdict.size, admitted.verdict.room, admitted.profile
     headers = {
         "x-kvgate-verdict": admitted.verdict.label,
@@ -47,6 +56,8 @@ def verdict_headers(admitted: Admitted) -> dict[str, str]:
     }
     if isinstance(admitted.verdict, Clamp):
         headers["x-kvgate-reason"] = Reason.GENERATION_OVERFLOW.label
+    if isinstance(admitted.verdict, Trim):
+        headers |= {"x-kvgate-reason": Reason.PROMPT_OVERFLOW.label, **_trim_headers(admitted.verdict, details)}
     return headers
 
 
@@ -60,6 +71,32 @@ def rejected_headers(rejected: Rejected) -> dict[str, str]:
         headers["x-kvgate-usable-generation"] = str(max(verdict.room.usable_generation, 0))
     headers["x-kvgate-n-ctx-slot"] = str(rejected.counted.profile.n_ctx_slot.value)
     return headers
+
+
+def _trim_headers(verdict: Trim, details: bool) -> dict[str, str]:
+    trimmed = verdict.trimmed
+    headers = {"x-kvgate-trimmed-tokens": str(trimmed.tokens)}
+    if trimmed.dropped:
+        headers["x-kvgate-trimmed-messages"] = str(trimmed.messages)
+    if details:
+        headers["x-kvgate-trim-details"] = _details(trimmed)
+    return headers
+
+
+def _details(trimmed: Trimmed) -> str:
+    """What went: indexes in the client's own list, roles, and tokens shared out by size. Bounded like any header."""
+    shown = [
+        {
+            "first": run.first,
+            "last": run.last,
+            "roles": re.sub(r"[^a-z_,.]", "", run.roles)[:ROLES_MAX],
+            "tokens": run.tokens,
+        }
+        for run in trimmed.dropped[:RUNS_MAX]
+    ]
+    told = {"how": trimmed.how, "counts": trimmed.counts, "dropped": shown}
+    more = len(trimmed.dropped) - len(shown)
+    return json.dumps(told | ({"more": more} if more else {}), separators=(",", ":"))
 
 
 def _count_headers(prompt_tokens: int, counted: Counted) -> dict[str, str]:

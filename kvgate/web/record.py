@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvgate.core.admission import Admit, Clamp
+from kvgate.core.admission import Admit, Clamp, Trim
 from kvgate.core.ask import Usage
 from kvgate.core.reason import Reason
 from kvgate.core.reuse import is_violation
@@ -78,10 +78,12 @@ def _with_verdict(record: RequestRecord, verdict: Verdict) -> RequestRecord:
     record = replace(record, verdict=verdict.label)
     if (room := verdict.room) is not None:
         record = replace(record, prompt_tokens=room.prompt_tokens, usable_generation=room.usable_generation)
-    if isinstance(verdict, Admit | Clamp):
+    if isinstance(verdict, Admit | Clamp | Trim):
         record = replace(record, output_limit=verdict.size.output_tokens)
     if isinstance(verdict, Clamp) and not record.reason:
         record = replace(record, reason=Reason.GENERATION_OVERFLOW.label)
+    if isinstance(verdict, Trim):
+        record = replace(record, trimmed=verdict.trimmed, reason=record.reason or Reason.PROMPT_OVERFLOW.label)
     return record
 
 

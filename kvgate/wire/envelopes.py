@@ -46,19 +46,20 @@ def anthropic_error(refused: Refusal) -> bytes:
 
 
 def anthropic_sentence(refused: Refusal) -> str:
-    """The refusal in Anthropic's words where its clients act on them: the two overflows.
+    """The refusal in Anthropic's words where its clients act on them: the overflows.
 
     They compare the figures, so the maximum is what would have been let through, margins and minimum included.
     """
     figures = dict(refused.figures)
-    if refused.reason not in {Reason.PROMPT_OVERFLOW, Reason.GENERATION_OVERFLOW}:
+    if refused.reason not in {Reason.PROMPT_OVERFLOW, Reason.UNTRIMMABLE, Reason.GENERATION_OVERFLOW}:
         return refused.message
     prompt, usable, asked, least = (
         int(figures.get(name, 0))
         for name in ("n_prompt_tokens", "usable_generation", "requested_output_tokens", "output_tokens_min")
     )
-    if refused.reason is Reason.PROMPT_OVERFLOW:
-        return f"prompt is too long: {prompt} tokens > {prompt + usable - least} maximum"
+    if refused.reason is not Reason.GENERATION_OVERFLOW:
+        too_long = f"prompt is too long: {prompt} tokens > {prompt + usable - least} maximum"
+        return too_long if refused.reason is Reason.PROMPT_OVERFLOW else f"{too_long}. {refused.message}"
     return (
         f"input length and `max_tokens` exceed context limit: {prompt} + {asked} > {prompt + usable}, "
         "decrease input length or `max_tokens` and try again"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvgate.core.json_object import Edit
-from kvgate.wire import answers, envelopes, fields
+from kvgate.wire import answers, envelopes, fields, trim_asks
 
 if TYPE_CHECKING:
     from kvgate.core.ask import Size
     from kvgate.core.reason import Refusal
-    from kvgate.ports import ReadRequest, Told
+    from kvgate.ports import ReadRequest, Texts, Told
 
 
 class OpenAiErrors:
@@ -43,11 +43,16 @@ class LlamaCppText(LlamaCppErrors):
     output_fields = fields.LLAMACPP_LIMITS
     canonical_field = "n_predict"
 
+    def trimmable(self, request: ReadRequest) -> Texts | None:  # noqa: ARG002 - a port's method
+        """Nothing, unless an API says so."""
+        return None
+
     def cap(self, request: ReadRequest, size: Size) -> Edit:
         """The output limit and the number of answers under one name each; no answer without its figures."""
         put = fields.capped(request.document, self.canonical_field, size.output_tokens, request.ask.sequences)
         put |= fields.figures_kept(request.document)
-        return Edit(put, frozenset(self.output_fields + fields.SEQUENCE_FIELDS))
+        own = Edit(put, frozenset(self.output_fields + fields.SEQUENCE_FIELDS))
+        return own | trim_asks.stripped(request.document)
 
     def told(self, request: ReadRequest, body: bytes) -> Told | None:
         """The sum over the answers, each of which tells its own."""
@@ -59,7 +64,10 @@ class LlamaCppText(LlamaCppErrors):
 
 
 class WithoutOutput:
-    """Nothing is generated: there is no limit to set and no stream to watch."""
+    """Nothing is generated: there is no limit to set, no stream to watch, and no room to make."""
+
+    def trimmable(self, request: ReadRequest) -> None:
+        """Nothing: half an embedding is another one."""
 
     def tap(self, request: ReadRequest) -> answers.NoStream:  # noqa: ARG002 - a port's method names all that any needs
         """A watcher for a stream that should not be."""

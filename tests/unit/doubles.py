@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -148,6 +149,11 @@ class EngineDouble:
         self.texts.append(text)
         await self._next(self.text_counts)
         return len(text.split())
+
+    async def text_pieces(self, text: str) -> tuple[int, ...]:
+        """A token for each word, with the space before it."""
+        await self._next(self.text_counts)
+        return tuple(len(word.encode()) for word in re.findall(r"\s*\S+|\s+$", text))
 
     async def open(self) -> LineDouble:
         found = await self._next(self.opens)

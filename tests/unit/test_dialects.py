@@ -373,6 +373,7 @@ _FIELDS: Final[dict[str, Any]] = {
     "timeout_s": 3.0, "waiting": 4, "queue_timeout_s": 5.0, "n_ctx_slot": 512, "context_tokens_min": 1024,
     "allowed": "POST", "body_bytes_max": 9, "advice": "shorten it", "beside": "this prompt",
     "prompt_clause": "your prompt has 900 tokens", "leaves_clause": ", which leaves 124",
+    "protected_clause": "800 of them stay",
 }  # fmt: skip
 
 

@@ -577,6 +577,15 @@ async def test_a_bare_text_is_counted_without_bos(engine: FakeEngine, gate_to: A
     assert engine.asked(TOKENIZE)[0].json == {"content": "three more words"}
 
 
+async def test_the_pieces_of_a_text_are_its_bytes(engine: FakeEngine, gate_to: Any) -> None:
+    """A piece that is no whole character comes as a list of bytes (seen on b11549); what is no piece has none."""
+    pieces = [" w", "ör", [32, 230], [157], [177], "<|im_end|>", None]
+    engine.script(TOKENIZE, whole("200 OK", {"tokens": [{"id": 7, "piece": piece} for piece in pieces] + [5]}))
+    assert await gate_to().text_pieces(" wör 東<|im_end|>") == (2, 3, 2, 1, 1, 10, 0, 0)
+    asked = {"content": " wör 東<|im_end|>", "parse_special": True, "with_pieces": True}
+    assert engine.asked(TOKENIZE)[0].json == asked
+
+
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [

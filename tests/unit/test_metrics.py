@@ -12,6 +12,7 @@ from kvgate.core.foreign import ForeignWatch
 from kvgate.core.ledger import LedgerView, Reservation
 from kvgate.core.profile import EngineProfile, Fact, Source, Topology
 from kvgate.core.tenant import Quota
+from kvgate.core.trim_search import Trimmed
 from kvgate.metrics import Metrics, merged
 from kvgate.ports import RequestRecord
 from kvgate.store.local_ledger import LocalLedger
@@ -79,6 +80,17 @@ def test_a_request_is_counted_by_how_it_ended() -> None:
     assert value(metrics, "kvgate_requests_total", **common, **rejected) == 1
     assert value(metrics, "kvgate_request_seconds_count", dialect="openai_chat", stream="false") == 3
     assert value(metrics, "kvgate_request_seconds_sum", dialect="openai_chat", stream="false") == 0.7 * 3
+
+
+def test_trims_are_counted_by_tenant_and_how() -> None:
+    """How often, and how many tokens."""
+    metrics = Metrics()
+    for how, tokens in (("oldest-first", 40), ("oldest-first", 2), ("left", 7)):
+        metrics.request(replace(RECORD, verdict="trim", trimmed=Trimmed(how, 3, tokens, 2)))
+    metrics.request(RECORD)
+    assert value(metrics, "kvgate_trims_total", tenant="acme", how="oldest-first") == 2
+    assert value(metrics, "kvgate_trimmed_tokens_total", tenant="acme", how="oldest-first") == 42
+    assert value(metrics, "kvgate_trimmed_tokens_total", tenant="acme", how="left") == 7
 
 
 def test_tokens_are_those_of_the_engines_usage() -> None:

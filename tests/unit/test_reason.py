@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvgate.core.reason import RETRY_AFTER_MAX_S, Reason, refusal
 
-OVERFLOWS = [Reason.PROMPT_OVERFLOW, Reason.GENERATION_OVERFLOW]
+OVERFLOWS = [Reason.PROMPT_OVERFLOW, Reason.GENERATION_OVERFLOW, Reason.UNTRIMMABLE]
 RETRIED = [reason for reason in Reason if "{retry_after_s}" in reason.value.sentence]
 every_reason = pytest.mark.parametrize("reason", list(Reason), ids=lambda reason: reason.label)
 

@@ -77,4 +77,6 @@ def test_replay_tells_how_many_and_why() -> None:
     clamping = Tenant("t", Limits(context_tokens_max=400, on_overflow=OnOverflow.CLAMP))
     found = replay(requests, clamping)
     assert (found.rejections, found.clamped) == (4, 1)
+    trimming = Tenant("t", Limits(context_tokens_max=400, on_overflow=OnOverflow.TRIM))
+    assert (replay(requests, trimming).trimmed, replay(requests, trimming).rejected) == (4, ())
     assert replay([], strict) == Replayed(0, (), 0, 0)

@@ -252,9 +252,15 @@ def test_a_dry_run_as_json(kvgate: Commands, applied: Path, store: str) -> None:
     answer = kvgate.json("tenants", "apply", "tenants.toml", "--dry-run")
     assert answer["dry_run"] is True
     assert {key["id"] for key in answer["keys_revoked"]} == {made["id"], sha(FILE_KEY)[:12]}
-    then = {"would_reject": 1, "reasons": {"prompt_overflow": 1}, "would_clamp": 0, "prompt_tokens_max": 7000}
-    now = {"would_reject": 0, "reasons": {}, "would_clamp": 0, "prompt_tokens_max": 7000}
-    none = {"would_reject": 0, "reasons": {}, "would_clamp": 0, "prompt_tokens_max": 0}
+    then = {
+        "would_reject": 1,
+        "reasons": {"prompt_overflow": 1},
+        "would_clamp": 0,
+        "would_trim": 0,
+        "prompt_tokens_max": 7000,
+    }
+    now = {"would_reject": 0, "reasons": {}, "would_clamp": 0, "would_trim": 0, "prompt_tokens_max": 7000}
+    none = {"would_reject": 0, "reasons": {}, "would_clamp": 0, "would_trim": 0, "prompt_tokens_max": 0}
     assert answer["replay"] == {
         "acme": {"requests": 2, "now": now, "then": then},
         "filed": {"requests": 0, "now": none, "then": None},

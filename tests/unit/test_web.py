@@ -43,7 +43,7 @@ from tests.unit.doubles import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from kvgate.ports import RequestRecord
+    from kvgate.ports import Counted, ReadRequest, RequestRecord
 
 KEY = "sk-alpha-secret-0451"
 OTHER_KEY = "sk-beta-secret-0451"
@@ -1263,6 +1263,42 @@ async def test_a_clamp_is_recorded_with_its_reason() -> None:
         assert (answer.status, answer.get("x-kvgate-reason")) == (200, "generation_overflow")
         (record,) = listener.records
         assert (record.verdict, record.reason, record.output_limit) == ("clamp", "generation_overflow", 24)
+
+
+async def test_a_trim_is_told_and_recorded() -> None:
+    """How much went in every answer, which messages where it was asked for, and no word of theirs anywhere."""
+    trimming = replace(tenant("alpha"), limits=Limits(on_overflow=OnOverflow.TRIM, trim_room_tokens=20))
+    words = [
+        {"role": role, "content": PROMPT} for role in ("system", "user", "assistant", "user", "assistant", "user")
+    ]
+    body = json.dumps({"messages": words, "max_tokens": 20}).encode()
+
+    class Shrinking(EngineDouble):
+        async def count(self, dialect: str, request: ReadRequest, body: bytes) -> Counted:
+            found = await super().count(dialect, request, body)
+            return replace(found, prompts=(300 * len(request.document.get("messages")),))
+
+    async with listening(Parts(Shrinking(), tenants={sha256(KEY): trimming})) as listener:
+        for asked, shown in ((None, False), ("1", True), ("0", False)):
+            more = "" if asked is None else f"x-kvgate-trim-details: {asked}\r\n"
+            answer = await listener.ask(body=body, headers=AUTH + more)
+            assert (answer.status, answer.get("x-kvgate-verdict")) == (200, "trim")
+            assert answer.get("x-kvgate-reason") == "prompt_overflow"
+            assert (answer.get("x-kvgate-trimmed-messages"), answer.get("x-kvgate-trimmed-tokens")) == ("4", "1200")
+            details = answer.get("x-kvgate-trim-details")
+            assert (details is not None) == shown
+            if details is not None:
+                assert json.loads(details) == {
+                    "how": "oldest-first",
+                    "counts": 2,
+                    "dropped": [{"first": 1, "last": 4, "roles": "user,assistant,user,assistant", "tokens": 1200}],
+                }
+        record = listener.records[0]
+        assert (record.verdict, record.reason, record.prompt_tokens) == ("trim", "prompt_overflow", 600)
+        assert record.trimmed is not None
+        assert (record.trimmed.messages, record.trimmed.tokens) == (4, 1200)
+        sent = json.loads(listener.engine.lines[0].sent[0][3])
+        assert [one["role"] for one in sent["messages"]] == ["system", "user"]
 
 
 async def test_an_error_of_the_engine_is_remembered_by_its_reason(listener: Listener) -> None:

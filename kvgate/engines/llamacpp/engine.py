@@ -251,6 +251,19 @@ class LlamaCpp:
         answer, _ = await self._control("/tokenize", json_bytes({"content": text}))
         return len(_tokens(answer))
 
+    async def text_pieces(self, text: str) -> tuple[int, ...]:
+        """How many bytes of a bare text each of its tokens stands for.
+
+        Raises:
+            Refused: as `count`.
+        """
+        asked = {"content": text, "parse_special": True, "with_pieces": True}
+        answer, _ = await self._control("/tokenize", json_bytes(asked))
+        pieces = [token.get("piece") if isinstance(token, dict) else None for token in _tokens(answer)]
+        # A piece that is no whole text (half a character) comes as a list of its bytes.
+        lengths = [piece.encode() if isinstance(piece, str) else piece for piece in pieces]
+        return tuple(len(piece) if isinstance(piece, bytes | list) else 0 for piece in lengths)
+
     async def _count_by(self, path: str, body: bytes) -> Counted:
         answer, profile = await self._control(path, body)
         tokens = answer.get("input_tokens") if isinstance(answer, dict) else None
