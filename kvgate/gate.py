@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvgate.core.admission import Reject, decide
+from kvgate.core.counting import bound_suffices
 from kvgate.core.ledger import Denied, Reservation
 from kvgate.core.reason import Reason, refusal
 from kvgate.core.reuse import Reuse
@@ -82,6 +83,11 @@ class Admitted:
         """The engine that it was judged for."""
         return self.counted.profile
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether only a bound of its prompt is known although it could be counted."""
+        return not self.counted.exact and not self.request.ask.prompts
+
     async def renew_line(self) -> None:
         """Another connection to the same engine, for a request of which nothing was sent on the first.
 
@@ -104,6 +110,16 @@ class Rejected:
     def profile(self) -> EngineProfile | None:
         """The engine that it was judged for, where it came that far."""
         return None if self.counted is None else self.counted.profile
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """A request that was counted and decided on, and the pool that it was judged for."""
+
+    request: ReadRequest
+    counted: Counted
+    pool: KvPool
+    verdict: Verdict
 
 
 class Gate:
@@ -161,11 +177,8 @@ class Gate:
     async def _judge(self, call: Call, request: ReadRequest, held: _Held) -> Admitted | Rejected | None:
         tenant, engine = call.tenant, self._engine
         try:
-            counted = await engine.count(call.dialect.name, request, call.body)
-            if request.ask.model is None:  # then the engine's own is meant
-                _check_model(next(iter(counted.profile.models), ""), tenant)
-            pool = engine.pool(counted.profile)
-            verdict = decide(request.ask, counted.prompts, pool, tenant)
+            weighed = await self._weigh(call, request)
+            counted, pool, verdict = weighed.counted, weighed.pool, weighed.verdict
             if isinstance(verdict, Reject):
                 return Rejected(verdict.refusal, verdict, request, counted)
             await self._check_reuse(call.dialect.name, counted, pool)
@@ -196,6 +209,31 @@ class Gate:
             explain=engine.explain,
             reopen=lambda: self._reopen(held, counted.profile),
         )
+
+    async def weigh(self, call: Call) -> Weighed | Rejected:
+        """What `admit` would decide, by the same steps, as far as the ledger; nothing is reserved or sent."""
+        try:
+            request = call.dialect.read(call.body)
+            _check_model(request.ask.model, call.tenant)
+            return await self._weigh(call, request)
+        except Refused as refused:
+            return Rejected(refused.refusal)
+
+    async def _weigh(self, call: Call, request: ReadRequest) -> Weighed:
+        """Count and decide: by a bound where it is enough to admit, else by the count."""
+        engine, tenant, dialect = self._engine, call.tenant, call.dialect.name
+        bound = await engine.bound(dialect, request, call.body)
+        if bound is not None:
+            weighed = self._decided(request, bound, tenant)
+            if bound_suffices(weighed.verdict, request.ask, weighed.pool, tenant):
+                return weighed
+        return self._decided(request, await engine.count(dialect, request, call.body), tenant)
+
+    def _decided(self, request: ReadRequest, counted: Counted, tenant: Tenant) -> Weighed:
+        if request.ask.model is None:  # then the engine's own is meant
+            _check_model(next(iter(counted.profile.models), ""), tenant)
+        pool = self._engine.pool(counted.profile)
+        return Weighed(request, counted, pool, decide(request.ask, counted.prompts, pool, tenant))
 
     async def _reopen(self, held: _Held, judged_for: EngineProfile) -> Line:
         if held.line is not None:

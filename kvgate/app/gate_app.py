@@ -20,7 +20,7 @@ from kvgate.app.health import Health, profile_warnings
 from kvgate.app.tenants_file import STORE_TIMEOUT_S, NotApplied, TenantsFile
 from kvgate.core.profile import KvSettings, Topology
 from kvgate.core.reason import Reason
-from kvgate.engines.llamacpp import LlamaCpp, LlamaCppSettings
+from kvgate.engines.llamacpp import CountingSettings, LlamaCpp, LlamaCppSettings
 from kvgate.gate import Gate
 from kvgate.log import RequestLog
 from kvgate.metrics import Metrics
@@ -381,6 +381,7 @@ def _engine_settings(settings: Settings) -> LlamaCppSettings:
         margin_tokens=given.margin_tokens,
         headroom_ratio=given.pool_headroom_ratio,
         idle_timeout_s=given.idle_timeout_s,
+        counting=CountingSettings(local=given.counting == "auto", vocabulary=given.tokenizer),
     )
 
 

@@ -67,6 +67,7 @@ class Health:
             warnings.append(f"the tenants file was not applied, the last one stays in force: {problem}")
         if self.settings_problem is not None:
             warnings.append(self.settings_problem)
+        warnings += self.engine.erred_proofs()
         if (rival := self.lock.rival) is not None:
             warnings.append(f"another gate guards this engine too, and both grant the same KV: {rival}")
         if (times := self.metrics.overflows) > 0:
@@ -82,6 +83,7 @@ class Health:
         engine = profile and {"profile": profile, "fingerprint": profile.fingerprint, "kv_type": profile.kv_type}
         return {
             "engine": engine,
+            "counting": self.engine.proofs(),
             "ledger": self.ledger.view(),
             "in_flight": self.front.in_flight,
             "upstream_connections": self.engine.upstream.open_connections,
