@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from kvgate.admin.listener import admin_app
+from kvgate.app.explaining import Explainer
 from kvgate.app.health import Health, profile_warnings
 from kvgate.app.tenants_file import STORE_TIMEOUT_S, NotApplied, TenantsFile
 from kvgate.core.profile import KvSettings, Topology
@@ -172,7 +173,15 @@ class App:
         ready = lambda: not health.problems()  # noqa: E731 - likewise
         self._metrics.watch(lambda: self._engine.profile, self._ledger.view, ready, connections)
         admin = web.AppRunner(
-            admin_app(self._metrics, health.problems, health.warnings, health.status), access_log=None
+            admin_app(
+                self._metrics,
+                health.problems,
+                health.warnings,
+                health.status,
+                explain=health.explain,
+                body_bytes_max=self._settings.http.body_bytes_max,
+            ),
+            access_log=None,
         )
         admin_url = await _open(stack, admin, self._settings.admin_listen)
         # The grace period is over when the runner is cleaned up: aiohttp would wait another two minutes by itself.
@@ -340,8 +349,10 @@ class App:
             await file.apply()
         except NotApplied as error:
             raise CannotStart(str(error)) from None
-        front = self._make_front(tenants)
-        return Health(self._settings, self._engine, self._ledger, self._metrics, tenants, file, lock, front)
+        gate = Gate(self._engine, self._ledger, new_id=lambda: secrets.token_hex(16))
+        front = self._make_front(gate, tenants)
+        explain = Explainer(gate, tenants, served_routes(), self._ledger.view).explain
+        return Health(self._settings, self._engine, self._ledger, self._metrics, tenants, file, lock, front, explain)
 
     async def _guard_alone(self, lock: GateLock) -> None:
         """Make sure that no other gate guards this engine with a ledger of its own: both would grant the same KV.
@@ -359,9 +370,9 @@ class App:
                 "gate has a ledger of its own so far, so two would promise the same KV twice: stop the other one"
             )
 
-    def _make_front(self, tenants: ValkeyTenants) -> Front:
+    def _make_front(self, gate: Gate, tenants: ValkeyTenants) -> Front:
         return Front(
-            Gate(self._engine, self._ledger, new_id=lambda: secrets.token_hex(16)),
+            gate,
             self._engine,
             tenants=tenants,
             routes=served_routes(),

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from kvgate.core.profile import Source
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from kvgate.app.tenants_file import TenantsFile
     from kvgate.core.profile import EngineProfile
     from kvgate.core.reason import Refusal
@@ -37,6 +39,7 @@ class Health:
     tenants_file: TenantsFile
     lock: GateLock
     front: Front
+    explain: Callable[[str, str, bytes], Awaitable[dict[str, Any]]]
     engine_refusal: Refusal | None = None
     settings_problem: str | None = None
 

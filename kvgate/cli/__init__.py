@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from kvgate import __version__
-from kvgate.cli import check, serve
+from kvgate.cli import check, explain, serve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve.add(commands)
     check.add(commands)
+    explain.add(commands)
     options = parser.parse_args(given)
     if command and options.command != "serve":
         parser.error(f"only serve runs an engine after --, not {options.command}")
