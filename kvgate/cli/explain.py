@@ -42,13 +42,14 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         "explain",
         help="say what a request would get, and why",
         description="Judge a body as a running gate would, by asking it, and show the arithmetic. Nothing is "
-        "reserved and nothing generated. Exit 0 where it would run, 1 where it would be refused, 2 where it cannot be asked.",
+        "reserved and nothing generated. Exit 0 where it would run, 1 where it would be refused, 2 where it cannot "
+        "be asked.",
         allow_abbrev=False,
     )
     parser.add_argument("body", metavar="BODY", help="file with the request's body, - for standard input")
     parser.add_argument("--tenant", required=True, metavar="NAME", help="whose request it is")
     parser.add_argument("--path", default="/v1/chat/completions", metavar="PATH", help="(default %(default)s)")
-    parser.add_argument("--admin", default=ADMIN, metavar="URL", help="a gate's admin address (default %(default)s)")
+    parser.add_argument("--admin", default=ADMIN, metavar="URL", help="admin listener (default %(default)s)")
     parser.add_argument("--upstream", metavar="URL", help="without a gate: the engine itself, http://host:port")
     parser.add_argument("--tenants", type=Path, metavar="FILE", help="without a gate: tenants.toml")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")

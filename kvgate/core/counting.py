@@ -109,19 +109,22 @@ def plain_chat(fields: frozenset[str], messages: list[dict[str, object]]) -> Pla
 
 
 def _joined(content: object) -> str | None:
-    """The text of a content, where it is text alone."""
+    """The text of a content, where it is text alone; as llama.cpp, nothing stands before the first that is not empty.
+
+    Other engines may join otherwise: the probe of parts tells.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
         return None
-    texts = []
+    text = ""
     for part in content:
         if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
             return None
         if not isinstance(part["text"], str):
             return None
-        texts.append(part["text"])
-    return "\n".join(texts)
+        text = f"{text}\n{part['text']}" if text else part["text"]
+    return text
 
 
 class Kept(Generic[V]):

@@ -61,6 +61,12 @@ class Vocabulary:
         self.foreign = foreign
         self.asked: list[str] = []
 
+    def sample(self) -> list[str]:
+        return []
+
+    def knows(self, text: str) -> bool:
+        return "\u0d00" not in text
+
     def tokens(self, text: str) -> list[int]:
         self.asked.append(text)
         return [ord(character) for character in text] if self.foreign else tokens_of(text)
@@ -124,10 +130,13 @@ class CountingEngine:
         plain = []
         for message in messages:
             content = message["content"]
-            text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+            text = content if isinstance(content, str) else ""
+            for part in content if isinstance(content, list) else ():
+                text = f"{text}\n{part['text']}" if text else part["text"]
             plain.append({"role": message["role"], "content": text})
         tail = plain.pop()["content"] if plain[-1]["role"] == "assistant" else ""
         environment = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.filters["trim"] = lambda text: text.strip(" \t\n\v\f\r")  # as C++ does
         names = {"bos_token": "" if self.bos else "<s>", "raise_exception": refuse, "add_generation_prompt": True}
         return environment.from_string(self.template).render(messages=plain, **names) + tail
 

@@ -76,6 +76,9 @@ def test_roles_and_texts_are_a_plain_chat() -> None:
 def test_text_parts_are_joined_as_the_engine_joins_them() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert plain([{"role": "user", "content": parts}]) == PlainChat((("user", "a\nb"),), 3, in_parts=True)
+    empty = {"type": "text", "text": ""}
+    found = plain([{"role": "user", "content": [empty, *parts[:1], empty, *parts[1:], empty]}])
+    assert found == PlainChat((("user", "a\n\nb\n"),), 5, in_parts=True)
 
 
 USER = {"role": "user", "content": "hi"}

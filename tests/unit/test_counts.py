@@ -169,6 +169,15 @@ async def test_pieces_are_counted_here_where_the_vocabulary_is(vocabulary: Vocab
     assert bench.engine.asked == []
 
 
+async def test_characters_that_the_vocabulary_may_not_know_are_the_engines(vocabulary: Vocabulary) -> None:
+    """One in a piece is enough: the engine's tokenizer counts it, and the sum stays a sum."""
+    bench = await Bench(CountingEngine()).probed()
+    turns = [{"role": "user", "content": "a \u0d00 b"}]
+    found = await bench.count(request(turns))
+    assert (found.prompts, found.proof) == ((bench.engine.count(turns),), Proof.SUM)
+    assert bench.engine.paths() == ["/tokenize"]
+
+
 async def test_a_template_that_nothing_divides_is_counted_by_the_vocabulary(vocabulary: Vocabulary) -> None:
     """No special token before each message: no sum, but the whole text can be tokenized here."""
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}assistant:"

@@ -62,6 +62,31 @@ def test_an_answer_at_the_end_is_gone_on_with() -> None:
 @pytest.mark.parametrize(
     "source",
     [
+        "{{ messages[0].content | length }}",
+        "{{ messages[0].content | upper }}",
+        "{{ messages[0].content.lower() }}",
+        "{{ messages[0].content[1:] }}",
+        "{{ messages[0].content.split() }}",
+        "{{ messages[0].content.find('x') }}",
+    ],
+)
+def test_what_counts_characters_is_done_for_ascii_alone(source: str) -> None:
+    """llama.cpp counts and cuts bytes: beyond ASCII its result is another, so the engine is asked."""
+    assert render(source, chat_of(("user", "Ax x")))
+    with pytest.raises(RenderFailed):
+        render(source, chat_of(("user", "\u00c4x x")))
+
+
+def test_spaces_that_are_not_ascii_are_not_stripped() -> None:
+    """Python would take a no-break space away, llama.cpp does not."""
+    chat = chat_of(("user", "\t\u00a0x\u00a0\n"))
+    for source in ("{{ messages[0].content | trim }}", "{{ messages[0].content.strip() }}"):
+        assert render(source, chat) == "\u00a0x\u00a0"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
         "{% for a in messages %}{% for b in messages %}{% for c in messages %}{% for d in messages %}x{% endfor %}"
         "{% endfor %}{% endfor %}{% endfor %}" * 3,
         (

@@ -63,6 +63,34 @@ def test_the_library_reads_it(path: Path) -> None:
     assert loaded.count("abab") == 2
 
 
+def test_what_unicode_versions_differ_on_is_not_certain(path: Path) -> None:
+    """A letter of Unicode 16 is none to a program that knows 15; text and emoji of every day are known to all."""
+    path.write_bytes(gguf())
+    loaded = tokenizer.load(path)
+    assert loaded.knows("Straße 東京 עברית हिन्दी 🎉👩‍👩‍👧‍👦🫠 \u00a0\ufffd\U0010fffd \x01")
+    for text in ("x\U000105c7", "\ua7cc's", "\u0378", "\U0001e5f2"):
+        assert not loaded.knows(text)
+
+
+def test_the_probe_draws_on_the_vocabulary_itself(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two vocabularies of one family differ in rare merges, which no fixed text would meet."""
+    path.write_bytes(gguf())
+    monkeypatch.setattr(tokenizer, "SAMPLE_STEP", 2)
+    assert tokenizer.load(path).sample() == ["aab\n", " a ab \n"]
+
+
+def test_a_tokenizer_json_has_its_implied_pattern_written_out(tmp_path: Path, path: Path) -> None:
+    """The library's own cuts a contraction behind a line end otherwise than the pattern that it stands for."""
+    path.write_bytes(gguf(pre="gpt-2"))
+    document = json.loads(tokenizer_json_of(path))
+    implied = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    other = tmp_path / "tokenizer.json"
+    for pre_tokenizer in (implied, {"type": "Sequence", "pretokenizers": [implied]}):
+        other.write_text(json.dumps(document | {"pre_tokenizer": pre_tokenizer}))
+        for sample in ("\nab", "a\n'd ab", "ab ab"):
+            assert tokenizer.load(other).tokens(sample) == tokenizer.load(path).tokens(sample)
+
+
 @pytest.mark.parametrize(
     "data",
     [

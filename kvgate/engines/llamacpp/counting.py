@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from kvgate.core.profile import EngineProfile
     from kvgate.engines.llamacpp.proofs import Ask
+    from kvgate.engines.llamacpp.tokenizer import Tokenizer
     from kvgate.ports import Clock, ReadRequest
 
 log = logging.getLogger("kvgate.counting")
@@ -276,8 +277,8 @@ class Counts:
 
     async def _counts_of(self, proofs: Proofs, texts: list[str]) -> list[int] | None:
         """The tokens of pieces: by the vocabulary that is here, or by the engine's tokenizer, in one call."""
-        if proofs.tokenizer is not None and self._stands(proofs, Proof.TOKENIZER):
-            return await self._by_vocabulary(proofs, texts)
+        if self._stands(proofs, Proof.TOKENIZER) and (counts := await self._by_vocabulary(proofs, texts)) is not None:
+            return counts
         value = {"content": texts, "add_special": False, "parse_special": True}
         status, answer, profile = await self._ask("POST", "/tokenize", value)
         if profile != proofs.profile:
@@ -293,6 +294,8 @@ class Counts:
             return None
         pieces = [text] if proofs.boundary is None else cut(text, proofs.boundary[0])
         counts = await self._by_vocabulary(proofs, pieces)
+        if counts is None:
+            return None
         return Counted((proofs.added_tokens + sum(counts),), proofs.profile, Proof.TOKENIZER)
 
     async def _of_prompts(self, request: ReadRequest) -> Counted | None:
@@ -305,13 +308,17 @@ class Counts:
         if len(texts) < len(prompts) or proofs is None or not self._stands(proofs, Proof.TOKENIZER):
             return None
         counts = await self._by_vocabulary(proofs, texts)
+        if counts is None:
+            return None
         return Counted(tuple(proofs.added_tokens + tokens for tokens in counts), proofs.profile, Proof.TOKENIZER)
 
-    async def _by_vocabulary(self, proofs: Proofs, texts: list[str]) -> list[int]:
-        count = proofs.tokenizer.count if proofs.tokenizer is not None else len
+    async def _by_vocabulary(self, proofs: Proofs, texts: list[str]) -> list[int] | None:
+        """By the vocabulary that is here; None where it does not certainly know all of the characters."""
+        if (vocabulary := proofs.tokenizer) is None:
+            return None
         if sum(map(len, texts)) <= INLINE_NEW_CHARS:
-            return [count(text) for text in texts]
-        return await asyncio.to_thread(lambda: [count(text) for text in texts])
+            return _known(vocabulary, texts)
+        return await asyncio.to_thread(_known, vocabulary, texts)
 
     async def _rendered(self, proofs: Proofs, chat: PlainChat) -> str | None:
         """The prompt as text; None where the template refuses the chat, which is then the engine's to say."""
@@ -335,6 +342,12 @@ class Counts:
             return None
         except RenderFailed:
             return None
+
+
+def _known(vocabulary: Tokenizer, texts: list[str]) -> list[int] | None:
+    if not all(map(vocabulary.knows, texts)):
+        return None
+    return [vocabulary.count(text) for text in texts]
 
 
 def _pieces(text: str, boundary: str) -> list[_Piece]:

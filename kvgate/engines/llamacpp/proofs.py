@@ -115,10 +115,10 @@ PROBES_CONTINUED: Final = (
 
 
 def wire(chat: PlainChat) -> dict[str, Any]:
-    """The chat as a request's body; texts of a chat in parts are cut at line ends."""
+    """The chat as a request's body; texts of a chat in parts are cut at line ends, behind an empty part."""
 
     def content(text: str) -> Any:
-        return [{"type": "text", "text": line} for line in text.split("\n")] if chat.in_parts else text
+        return [{"type": "text", "text": line} for line in ("", *text.split("\n"))] if chat.in_parts else text
 
     return {"messages": [{"role": role, "content": content(text)} for role, text in chat.messages]}
 
@@ -224,9 +224,10 @@ class _Prober:
                 self._found.off[Proof.TOKENIZER] = "the engine does not name its model's file"
                 return
             vocabulary = Path(named)
-        texts = tokenizer.probe_texts(specials)
         try:
             loaded = await asyncio.to_thread(tokenizer.load, vocabulary)
+            drawn = await asyncio.to_thread(loaded.sample)
+            texts = [text for text in (*tokenizer.probe_texts(specials), *drawn) if loaded.knows(text)]
             ours = await asyncio.to_thread(lambda: [token for text in texts for token in loaded.tokens(text)])
         except NoVocabulary as none:
             self._found.off[Proof.TOKENIZER] = str(none)
@@ -265,7 +266,7 @@ class _Prober:
             if found.boundary is not None:
                 tokens = found.added_tokens + len(await self._tokens(cut(text, found.boundary[0])))
                 self._check(Proof.SUM, tokens == truth)
-            if found.tokenizer is not None:
+            if found.tokenizer is not None and found.tokenizer.knows(text):
                 self._check(Proof.TOKENIZER, found.added_tokens + found.tokenizer.count(text) == truth)
             if found.growth is not None:
                 chat_bytes = sum(len(text.encode()) for _, text in chat.messages)

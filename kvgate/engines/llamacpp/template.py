@@ -14,7 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from kvgate.core.counting import PlainChat
 
@@ -32,6 +32,10 @@ FILTERS: Final = (
 )  # fmt: skip
 """What a template may do to a value: only what makes no more of it than there was, in time that its length bounds."""
 
+FILTERS_OF_CHARACTERS: Final = (
+    "length", "count", "lower", "upper", "first", "last", "list", "int", "float", "capitalize", "title"
+)  # fmt: skip
+
 METHODS: Final = frozenset(
     {
         "strip", "lstrip", "rstrip", "split", "rsplit", "splitlines", "startswith", "endswith", "lower", "upper",
@@ -40,6 +44,14 @@ METHODS: Final = frozenset(
 )  # fmt: skip
 """Likewise of strings and mappings."""
 
+
+WHITESPACE: Final = " \t\n\v\f\r"
+"""What llama.cpp strips: no-break spaces and the like stay, which Python takes away (measured)."""
+
+STRIPS: Final = frozenset({"strip", "lstrip", "rstrip"})
+
+OF_CHARACTERS: Final = frozenset({"lower", "upper", "title", "capitalize", "find", "splitlines"})
+"""Methods that C++ does on bytes and Python on characters: the same for ASCII alone."""
 
 LOOP: Final = frozenset({"first", "last", "index", "index0", "length", "previtem", "nextitem"})
 """What of a loop's state can be looked at without the sandbox's slower way."""
@@ -73,7 +85,7 @@ class _Meter(threading.local):
 
 
 class _Metered(NodeTransformer):
-    """Puts the meter into every loop, and makes each chain of `+` or `~` one call that can be bounded."""
+    """Puts the meter into every loop, and makes of what Jinja does by itself calls that can be bounded."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802 - Jinja's names
         self.generic_visit(node)
@@ -83,6 +95,13 @@ class _Metered(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Call:  # noqa: N802 - likewise
         self.generic_visit(node)
         return _call("kvgate_concat", *node.nodes)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:  # noqa: N802 - likewise
+        self.generic_visit(node)
+        if not isinstance(node.arg, nodes.Slice):
+            return node
+        ends = (node.arg.start, node.arg.stop, node.arg.step)
+        return _call("kvgate_slice", cast("nodes.Expr", node.node), *(end or nodes.Const(None) for end in ends))
 
     def visit_Add(self, node: nodes.Add) -> nodes.Call:  # noqa: N802 - likewise
         terms: list[nodes.Expr] = []
@@ -106,13 +125,16 @@ class _Environment(ImmutableSandboxedEnvironment):
     def __init__(self, meter: _Meter) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         self._meter = meter
-        self.filters = {name: self.filters[name] for name in FILTERS} | {"tojson": _tojson}
+        self.filters = {name: self.filters[name] for name in FILTERS} | {"tojson": _tojson, "trim": _trim}
+        for name in FILTERS_OF_CHARACTERS:
+            self.filters[name] = _for_ascii(self.filters[name])
         self.globals = {
             "namespace": self.globals["namespace"],
             "raise_exception": _raise,
             "kvgate_each": meter.each,
             "kvgate_concat": self._concat,
             "kvgate_sum": self._sum,
+            "kvgate_slice": _slice,
         }
         self.concat = self._joined  # type: ignore[method-assign]  # what macros and set blocks use
 
@@ -120,6 +142,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         # Messages are what templates look into most; the sandbox's own way to the same value takes 5 x as long.
         if type(obj) is dict and type(argument) is str and argument in obj:
             return obj[argument]
+        if isinstance(obj, str):
+            _check_ascii(obj)
         return super().getitem(obj, argument)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -140,6 +164,12 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._meter.step()
         if function == self._sum:  # the commonest of all, and our own
             return self._sum(*args)
+        owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+        if isinstance(owner, str):
+            if name in STRIPS and not args:
+                args = (WHITESPACE,)
+            elif name in OF_CHARACTERS or (name in {"split", "rsplit"} and not args):
+                _check_ascii(owner)
         return super().call(context, function, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -176,6 +206,31 @@ class _Environment(ImmutableSandboxedEnvironment):
                 raise RenderTooLong
             parts.append(text)
         return "".join(parts)
+
+
+def _trim(value: Any) -> str:
+    return str(value).strip(WHITESPACE)
+
+
+def _slice(value: Any, start: Any, stop: Any, step: Any) -> Any:
+    _check_ascii(value)
+    return value[start:stop:step]
+
+
+def _check_ascii(value: Any) -> None:
+    """Beyond ASCII the engine and Python may have different ideas of a character: then the engine counts."""
+    if isinstance(value, str) and not value.isascii():
+        raise RenderFailed
+
+
+def _for_ascii(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for value in args:
+            _check_ascii(value)
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def _check_numbers(left: Any, right: Any) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import random
+import re
+import sys
+import unicodedata
 from typing import TYPE_CHECKING, Any, Final
 
-from kvgate.engines.llamacpp.vocabulary import MAGIC, NoVocabulary, tokenizer_json_of
+from kvgate.engines.llamacpp.vocabulary import MAGIC, NoVocabulary, spelled_out, tokenizer_json_of
 
 try:
     import kitoken
@@ -17,6 +22,13 @@ if TYPE_CHECKING:
 
 MISSING: Final = "the tokenizer library is not installed: pip install 'kvgate[tokenizer]'"
 
+_SYMBOLS: Final = range(0x1F000, 0x1FB00)
+"""Blocks of emoji and other pictures, which grow with each version."""
+
+IDS_MAX: Final = 300_000
+SAMPLE_STEP: Final = 37
+"""Of the vocabulary, every 37th token is tokenized again by both: another model's has other merges for some."""
+
 FILE_BYTES_MAX: Final = 128 * 1024 * 1024
 
 
@@ -25,6 +37,15 @@ class Tokenizer:
 
     def __init__(self, library: Any) -> None:
         self._library = library
+        self._unsure = re.compile(_unsure_characters())
+
+    def knows(self, text: str) -> bool:
+        """Whether the engine certainly cuts this text into the same words.
+
+        Where words end depends on which characters are letters or numbers, and programs know different versions of
+        Unicode: U+105C7 is a letter to one and nothing to another. What Unicode 3.2 knew, all know alike.
+        """
+        return text.isascii() or self._unsure.search(text) is None
 
     def tokens(self, text: str) -> list[int]:
         """The tokens of a text, nothing added."""
@@ -33,6 +54,34 @@ class Tokenizer:
     def count(self, text: str) -> int:
         """Their number."""
         return len(self._library.encode(text, True))
+
+    def sample(self) -> list[str]:
+        """Texts of tokens from all over the vocabulary, the rare ones at its end too."""
+        found = []
+        for token in range(0, IDS_MAX, SAMPLE_STEP):
+            try:
+                text = self._library.decode([token]).decode()
+            except UnicodeDecodeError:  # a part of a character
+                continue
+            except Exception:  # behind the last token; the library has no error of its own  # noqa: BLE001
+                break
+            found.append(text)
+        groups = [found[at : at + 40] for at in range(0, len(found), 40)]
+        return [text for group in groups for text in ("".join(group), " ".join(group))]
+
+
+@functools.cache
+def _unsure_characters() -> str:
+    """A character class of what came after Unicode 3.2, symbols excepted, which are no letters to anybody."""
+    category, ranges, begun = unicodedata.ucd_3_2_0.category, [], None
+    for code in range(0x80, sys.maxunicode + 2):
+        unsure = code <= sys.maxunicode and code not in _SYMBOLS and category(chr(code)) == "Cn"
+        if unsure and begun is None:
+            begun = code
+        elif not unsure and begun is not None:
+            ranges.append(f"\\U{begun:08x}-\\U{code - 1:08x}")
+            begun = None
+    return f"[{''.join(ranges)}]"
 
 
 def load(path: Path) -> Tokenizer:
@@ -48,18 +97,28 @@ def load(path: Path) -> Tokenizer:
             is_gguf = file.read(4) == MAGIC
             if not is_gguf and path.stat().st_size > FILE_BYTES_MAX:
                 raise NoVocabulary(f"{path.name} is larger than any vocabulary")
-        data = tokenizer_json_of(path) if is_gguf else path.read_bytes()
+        data = tokenizer_json_of(path) if is_gguf else _spelled_out(path.read_bytes())
     except OSError as error:
         raise NoVocabulary(f"{path.name} cannot be read here: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        if isinstance(error, NoVocabulary):
+            raise
+        raise NoVocabulary(f"{path.name} is no vocabulary that can be loaded ({type(error).__name__})") from None
     try:
         return Tokenizer(kitoken.Kitoken.from_tokenizers(data))
     except Exception as error:  # the library has no error of its own  # noqa: BLE001
         raise NoVocabulary(f"{path.name} is no vocabulary that can be loaded ({type(error).__name__})") from None
 
 
+def _spelled_out(data: bytes) -> bytes:
+    document = json.loads(data)
+    return json.dumps(document | {"pre_tokenizer": spelled_out(document["pre_tokenizer"])}).encode()
+
+
 _TEXTS: Final = (
     "Hello world, how are you today?",
     " leading, trailing \n\n and\ttabs\r\n  \n   x  ",
+    "\n'dK\n'll\n's x\r\n're\t've 'm't's",
     "don't can't I'LL we've they'd O'Neill 'quoted'",
     "1 12 123 1234 12345 3.14159 1,000,000 ٣٤٥ ½ ² Ⅻ",
     "émigré naïve Straße ÅÉÎÕÜ ŁódźÃ¿",
@@ -89,6 +148,10 @@ def probe_texts(specials: list[str]) -> list[str]:
     ]
     draw = random.Random(20)  # noqa: S311 - a fixed choice of texts, not a secret
     ranges = ((0x20, 0x7F), (0x20, 0x7F), (0xA0, 0x600), (0x900, 0x1200), (0x2000, 0x3100), (0x4E00, 0x9FFF))
-    drawn = ["".join(chr(draw.randrange(*draw.choice(ranges))) for _ in range(60)) for _ in range(12)]
+    scraps = ("'s", "'ll", "'d", " ", "  ", "\n", "\r\n", "\t", "'", "7", "12")
+    drawn = [
+        "".join(draw.choice((chr(draw.randrange(*draw.choice(ranges))), draw.choice(scraps))) for _ in range(60))
+        for _ in range(20)
+    ]
     mixed = ["".join(draw.sample([*_TEXTS, *own], 5)) for _ in range(12)]
     return [*_TEXTS, *own, *drawn, *mixed]

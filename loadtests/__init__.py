@@ -1,0 +1,1 @@
+"""Benchmarks: tables of ratios within one run, never assertions about time."""
