@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 SIZES = (1_000, 8_000, 32_000, 128_000)
 TOKENS_PER_MESSAGE = 500
 TICK_S = 0.001
+TIMES = {"bound": 20, "warm": 10}
+"""What is done again as it stands; the others are new each time, or long."""
 WORDS = [
     "The",
     "engine",
@@ -95,15 +97,18 @@ def conversation(tokens: int, salt: int) -> bytes:
     return json.dumps({"messages": messages, "max_tokens": 1}).encode()
 
 
-async def timed(work: Callable[[], Awaitable[Any]], loop: Loop) -> tuple[float, float]:
-    """How long it took, and how long the loop stood still for it at most, in seconds."""
+async def timed(work: Callable[[], Awaitable[Any]], loop: Loop, times: int) -> tuple[float, float]:
+    """How long it took (of several times the median), and how long the loop stood still at most, in seconds."""
     await asyncio.sleep(3 * TICK_S)
     loop.worst_s = 0.0
-    begun = time.perf_counter()
-    await work()
-    took = time.perf_counter() - begun
+    took = []
+    for _ in range(times):
+        begun = time.perf_counter()
+        await work()
+        took.append(time.perf_counter() - begun)
+        await asyncio.sleep(0)
     await asyncio.sleep(2 * TICK_S)  # the watcher tells of a stall when it is over
-    return took, loop.worst_s
+    return statistics.median(took), loop.worst_s
 
 
 async def measure(url: str, sizes: tuple[int, ...], rounds: int) -> list[Row]:
@@ -162,7 +167,7 @@ async def _round(engine: LlamaCpp, gate: Gate, body: bytes, *, loop: Loop, row: 
         "admission": whole,
     }
     for name, work in works.items():
-        row.add(name, *await timed(work, loop))
+        row.add(name, *await timed(work, loop, TIMES.get(name, 1)))
     if len({found.prompts for found in counted}) != 1:
         raise RuntimeError(f"the counts differ: {[(found.proof.value, found.prompts) for found in counted]}")
     tokens: int = counted[0].prompts[0]

@@ -269,7 +269,7 @@ async def test_an_engine_that_changes_between_the_pieces_is_judged_anew(bench: B
 
 async def test_long_chats_are_counted_off_the_loop_with_the_same_result(vocabulary: Vocabulary) -> None:
     bench = await Bench(CountingEngine()).probed()
-    turns = [{"role": "user", "content": "word " * 20_000}, *TURNS[2:]]
+    turns = [{"role": "user", "content": "word " * 220_000}, *TURNS[2:]]
     for _ in range(2):
         found = await bench.count(request(turns))
         assert (found.prompts, found.proof) == ((bench.engine.count(turns),), Proof.SUM)
@@ -359,8 +359,9 @@ async def test_an_error_of_the_engines_own_count_forgets_what_was_kept_of_it(ben
 
 
 async def test_a_template_that_takes_too_long_is_never_tried_again(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    bench = await Bench(CountingEngine(FORGETFUL)).probed()
     monkeypatch.setattr("kvgate.engines.llamacpp.counting.INLINE_RENDER_S", 0)
     monkeypatch.setattr("kvgate.engines.llamacpp.counting.RENDER_S", 0)
     assert (await bench.count(request())).proof is Proof.ENGINE

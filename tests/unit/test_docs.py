@@ -52,7 +52,7 @@ def test_links_in_documents_lead_somewhere(document: str) -> None:
 
 
 def test_the_readmes_commands_are_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every flag of `kvgate serve` and `kvgate check` that the README shows is one that the command knows."""
+    """Every flag of a `kvgate` command that the README shows is one that the command knows."""
     readme = (ROOT / "README.md").read_text()
     shown = {
         command: {
@@ -61,7 +61,7 @@ def test_the_readmes_commands_are_commands(capsys: pytest.CaptureFixture[str]) -
             if f"kvgate {command} " in line
             for flag in re.findall(r" (--[a-z][a-z-]+)", line.split(" -- ")[0])
         }
-        for command in ("serve", "check")
+        for command in ("serve", "check", "explain")
     }
     assert all(shown.values())
     for command, flags in shown.items():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvgate.core.counting import PlainChat
 from kvgate.engines.llamacpp.growth import growth_of
 from kvgate.engines.llamacpp.proofs import chat_of
+from kvgate.engines.llamacpp.stencil import is_stencilled
 from kvgate.engines.llamacpp.template import (
     SOURCE_CHARS_MAX,
     ChatTemplate,
@@ -150,7 +151,7 @@ def test_what_cannot_be_used_is_said_at_once(source: str) -> None:
 
 def test_the_deadline_is_kept_between_the_turns_of_a_loop() -> None:
     with pytest.raises(RenderTooLong):
-        render(CHATML, LONG, within_s=0)
+        render(FORGETFUL, LONG, within_s=0)
 
 
 @given(PAIRS)
@@ -184,6 +185,54 @@ def test_a_proved_growth_is_never_exceeded(source: str, pairs: list[tuple[str, s
         return
     held = sum(len(text.encode()) for _, text in pairs)
     assert len(text.encode()) <= growth.bound(held, len(pairs))
+
+
+SMOL = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ 'preamble\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+BY_ROLE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
+    "[U]{{ m.content }}[/U]{% elif not m.role == 'system'"
+    " and messages[0].role == 'system' %}{{ '[A]' ~ m['content'] }}{% else %}<{{ m.role }}>{{ m.content }}{% endif %}"
+    "{% endfor %}end"
+)
+
+
+@given(PAIRS)
+@pytest.mark.parametrize("source", [CHATML, SMOL, BY_ROLE])
+def test_a_stencil_makes_what_running_the_template_makes(source: str, pairs: list[tuple[str, str]]) -> None:
+    """Templates that write one message after the other are filled in like a form, to the same text."""
+    template = template_of(source)
+    assert is_stencilled(template.tree)
+    messages = tuple(pairs)
+    assert template._stencil is not None
+    assert "".join(template._stencil.parts(messages) or ()) == template._run(messages, 10)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        STRICT,
+        FORGETFUL,
+        "{% for m in messages %}{% if loop.last %}x{% endif %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{% if loop.index0 % 2 %}x{% endif %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{% if 'a' in m.content %}x{% endif %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{% if m.content == 'a' %}x{% endif %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m.content | trim }}{% endfor %}",
+        "{% for m in messages %}{{ m.content + messages[0].content }}{% endfor %}",
+        "{% for m in messages[1:] %}{{ m.content }}{% endfor %}",
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m.content }}{% endfor %}{{ messages[0].content }}",
+        "{% for m in messages %}{{ m.content }}{% endfor %}{{ messages }}",
+        "{% for m in messages %}{% set x = m.content %}{{ x }}{% endfor %}",
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}",
+    ],
+)
+def test_what_looks_beyond_one_message_is_run(source: str) -> None:
+    assert not is_stencilled(template_of(source).tree)
 
 
 def growth(source: str) -> Any:

@@ -33,8 +33,8 @@ PIECES_MAX: Final = 131_072
 ANSWERS_MAX: Final = 8192
 """Counts that are kept: of pieces, and of whole bodies by the engine; some 200 bytes each."""
 
-INLINE_CHARS: Final = 65_536
-"""A longer chat is rendered and hashed in a thread: it takes a tenth of a millisecond to go there."""
+INLINE_CHARS: Final = 1_048_576
+"""A longer chat is rendered and hashed in a thread; hashing so much takes a millisecond."""
 
 INLINE_NEW_CHARS: Final = 4096
 """As much new text is tokenized on the spot; more goes to a thread."""
@@ -211,7 +211,7 @@ class Counts:
         if self._settings is None or not self._settings.local or dialect != CHAT:
             return None
         profile = await self._current()
-        if self._proofs is not None and self._proofs.profile == profile:
+        if self._proofs is not None and (self._proofs.profile is profile or self._proofs.profile == profile):
             return self._proofs
         self.look_at(profile)
         return None

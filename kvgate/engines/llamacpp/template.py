@@ -13,16 +13,22 @@ from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from kvgate.engines.llamacpp.stencil import Stencil, is_stencilled
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from kvgate.core.counting import PlainChat
+    from kvgate.engines.llamacpp.stencil import Pairs
 
 SOURCE_CHARS_MAX: Final = 32 * 1024
 """A longer template is not rendered here: between two looks at the clock there may be all of its text's work."""
 
 CHARS_MAX: Final = 16 * 1024 * 1024
 """Nothing that a template makes may be longer."""
+
+RUN_S: Final = 0.1
+"""For a look at what the template writes around a text."""
 
 INTEGER_MAX: Final = 2**31
 
@@ -101,7 +107,7 @@ class _Metered(NodeTransformer):
         if not isinstance(node.arg, nodes.Slice):
             return node
         ends = (node.arg.start, node.arg.stop, node.arg.step)
-        return _call("kvgate_slice", cast("nodes.Expr", node.node), *(end or nodes.Const(None) for end in ends))
+        return _call("kvgate_slice", node.node, *(end or nodes.Const(None) for end in ends))
 
     def visit_Add(self, node: nodes.Add) -> nodes.Call:  # noqa: N802 - likewise
         terms: list[nodes.Expr] = []
@@ -270,6 +276,7 @@ class ChatTemplate:
             self._template = self._environment.from_string(_Metered().visit(self._environment.parse(source)))
         except (TemplateError, RecursionError, SyntaxError, ValueError) as error:
             raise TemplateUnusable(f"the template cannot be used here ({type(error).__name__})") from None
+        self._stencil = Stencil(self._run) if is_stencilled(self.tree) else None
 
     @property
     def fixed_texts(self) -> dict[str, str]:
@@ -286,13 +293,21 @@ class ChatTemplate:
             RenderFailed: the template refuses these messages.
         """
         continued = chat.is_continued
-        pairs = chat.messages[:-1] if continued else chat.messages
-        messages = [{"role": role, "content": text} for role, text in pairs]
+        messages = chat.messages[:-1] if continued else chat.messages
+        if self._stencil is None or (parts := self._stencil.parts(messages)) is None:
+            text = self._run(messages, within_s)
+        else:
+            text = "".join(parts)
+        if len(text) > CHARS_MAX:
+            raise RenderTooLong
+        return text + chat.messages[-1][1] if continued else text
+
+    def _run(self, messages: Pairs, within_s: float = RUN_S) -> str:
         self._meter.deadline_s = time.perf_counter() + within_s
+        given = [{"role": role, "content": text} for role, text in messages]
         try:
-            text = self._template.render(messages=messages, add_generation_prompt=True, **self._fixed)
+            return self._template.render(messages=given, add_generation_prompt=True, **self._fixed)
         except RenderFailed:
             raise
         except Exception as error:  # whatever a template's own mistakes raise  # noqa: BLE001
             raise RenderFailed(type(error).__name__) from None
-        return text + chat.messages[-1][1] if continued else text
