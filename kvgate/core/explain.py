@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ class Explained:
         margin_tokens, headroom_tokens: what is kept free of each sequence, and of the pool.
         bounds: each, the tightest marked.
         output_tokens_max: the largest output limit that fits beside this prompt.
-        prompt_tokens_over: how many tokens the prompt is too long for what is asked.
+        prompt_tokens_over: how many tokens each prompt is too long for what is asked; None where no shorter will do.
         ledger: what the ledger would say now; empty where there is none.
     """
 
@@ -73,7 +74,7 @@ class Explained:
     headroom_tokens: int
     bounds: tuple[Considered, ...]
     output_tokens_max: int | None
-    prompt_tokens_over: int
+    prompt_tokens_over: int | None
     ledger: str
 
     @property
@@ -132,9 +133,21 @@ def explained(
             for bound in found
         ),
         output_tokens_max=usable if usable is not None and usable >= least else None,
-        prompt_tokens_over=0 if usable is None else max(needed - usable, 0),
+        prompt_tokens_over=None if room is None else _over(held, sequences, needed, pool, tenant),
         ledger="" if size is None or view is None else _ledger_now(size, pool, tenant, view),
     )
+
+
+def _over(prompts: tuple[int, ...], sequences: int, needed: int, pool: KvPool, tenant: Tenant) -> int | None:
+    """The least that every prompt must be shorter by: answers that share a prompt's cells need more of it each."""
+
+    def fits(less: int) -> bool:
+        shorter = tuple(max(prompt - less, 0) for prompt in prompts)
+        return min(found.usable_generation for found in bounds_of(shorter, sequences, pool, tenant)) >= needed
+
+    most = max(prompts)
+    found = bisect.bisect_left(range(most + 1), 1, key=fits)
+    return found if found <= most else None
 
 
 def _ledger_now(size: Size, pool: KvPool, tenant: Tenant, view: LedgerView) -> str:
@@ -220,7 +233,8 @@ def _fitting(found: dict[str, Any]) -> list[tuple[str, str]]:
     lines = []
     if most is not None:
         lines.append(("would fit", f"an output limit of at most {most}"))
-    lines.append(("or" if lines else "would fit", f"a prompt shorter by {over} tokens"))
+    if over is not None:
+        lines.append(("or" if lines else "would fit", f"a prompt shorter by {over} tokens"))
     return lines
 
 

@@ -197,7 +197,7 @@ async def test_usage_is_what_was_counted(engine: Templated, gate: RunningGate) -
     by = Counter[str]()
     asked = 0
     for request in conversations(400, seed=20):
-        if len(json.dumps(request)) > 700 or asked == ANSWERED // 3:  # the engine has one thread to read them all
+        if len(json.dumps(request)) > 450 or asked == ANSWERED // 3:  # the engine has one thread to read them all
             continue
         answer = await post(gate.url, request | {"max_tokens": 1}, key=("sk-demo", "sk-cells")[asked % 2])
         if answer.status != 200:

@@ -112,8 +112,10 @@ def test_what_would_fit_fits_and_one_more_does_not(
     if (most := found.output_tokens_max) is not None and output != 0:
         assert isinstance(decide(replace(ask, output_tokens=most), tuple(prompts), POOL, who), Admit)
         assert not isinstance(decide(replace(ask, output_tokens=most + 1), tuple(prompts), POOL, who), Admit)
-    if found.prompt_tokens_over and len(prompts) == 1 and prompts[0] > found.prompt_tokens_over:
-        assert isinstance(decide(ask, (prompts[0] - found.prompt_tokens_over,), POOL, who), Admit)
+    if over := found.prompt_tokens_over:
+        shorter = tuple(max(prompt - over, 0) for prompt in prompts)
+        assert isinstance(decide(ask, shorter, POOL, who), Admit)
+        assert not isinstance(decide(ask, tuple(prompt + 1 for prompt in shorter), POOL, who), Admit)
     if isinstance(decide(ask, tuple(prompts), POOL, who), Admit):
         assert found.prompt_tokens_over == 0
 
