@@ -4,7 +4,7 @@ WORKDIR /src
 COPY pyproject.toml constraints.txt README.md ./
 COPY kvgate kvgate
 RUN python -m venv /opt/kvgate \
-    && /opt/kvgate/bin/pip install --no-cache-dir -c constraints.txt .
+    && /opt/kvgate/bin/pip install --no-cache-dir -c constraints.txt '.[tokenizer]'
 
 FROM python:3.11-slim-bookworm
 COPY --from=build /opt/kvgate /opt/kvgate

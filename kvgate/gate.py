@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from kvgate.core.admission import Reject
+from kvgate.core.admission import Reject, decide
+from kvgate.core.counting import bound_suffices
 from kvgate.core.ledger import Denied, Reservation
 from kvgate.core.reason import Reason, refusal
 from kvgate.core.replay import Asked
@@ -85,6 +86,11 @@ class Admitted:
         """The engine that it was judged for."""
         return self.counted.profile
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether only a bound of its prompt is known although it could be counted."""
+        return not self.counted.exact and not self.request.ask.prompts
+
     async def renew_line(self) -> None:
         """Another connection to the same engine, for a request of which nothing was sent on the first.
 
@@ -108,6 +114,20 @@ class Rejected:
     def profile(self) -> EngineProfile | None:
         """The engine that it was judged for, where it came that far."""
         return None if self.counted is None else self.counted.profile
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """A request that was counted and decided on, and the pool that it was judged for.
+
+    `request` is what is left of it after a trim; `asked` is of all that came.
+    """
+
+    request: ReadRequest
+    counted: Counted
+    pool: KvPool
+    verdict: Verdict
+    asked: Asked
 
 
 class Gate:
@@ -166,14 +186,9 @@ class Gate:
     async def _judge(self, call: Call, request: ReadRequest, held: _Held) -> Admitted | Rejected | None:
         tenant, engine = call.tenant, self._engine
         try:
-            counted = await engine.count(call.dialect.name, request, call.body)
-            if request.ask.model is None:  # then the engine's own is meant
-                _check_model(next(iter(counted.profile.models), ""), tenant)
-            pool = engine.pool(counted.profile)
-            asked = Asked.of(request.ask, counted.prompts, pool)
-            found = await decided(engine, call.dialect, request, counted, pool=pool, tenant=tenant)
-            verdict, request, counted = found.verdict, found.request, found.counted
-            held.prompts = counted.prompts
+            weighed = await self._weigh(call, request)
+            counted, pool, verdict, asked = weighed.counted, weighed.pool, weighed.verdict, weighed.asked
+            request, held.prompts = weighed.request, weighed.counted.prompts
             if isinstance(verdict, Reject):
                 return Rejected(verdict.refusal, verdict, request, counted, asked)
             await self._check_reuse(call.dialect.name, counted, pool)
@@ -205,6 +220,36 @@ class Gate:
             reopen=lambda: self._reopen(held, counted.profile),
             asked=asked,
         )
+
+    async def weigh(self, call: Call) -> Weighed | Rejected:
+        """What `admit` would decide, by the same steps, as far as the ledger; nothing is reserved or sent."""
+        try:
+            request = call.dialect.read(call.body)
+            _check_model(request.ask.model, call.tenant)
+            return await self._weigh(call, request)
+        except Refused as refused:
+            return Rejected(refused.refusal)
+
+    async def _weigh(self, call: Call, request: ReadRequest) -> Weighed:
+        """Count and decide: by a bound where it is enough to admit, else by the count."""
+        engine, tenant, dialect = self._engine, call.tenant, call.dialect.name
+        bound = await engine.bound(dialect, request, call.body)
+        if bound is not None:
+            weighed = self._bounded(request, bound, tenant)
+            if bound_suffices(weighed.verdict, request.ask, weighed.pool, tenant):
+                return weighed
+        counted = await engine.count(dialect, request, call.body)
+        weighed = self._bounded(request, counted, tenant)
+        found = await decided(engine, call.dialect, request, counted, pool=weighed.pool, tenant=tenant)
+        return replace(weighed, request=found.request, counted=found.counted, verdict=found.verdict)
+
+    def _bounded(self, request: ReadRequest, counted: Counted, tenant: Tenant) -> Weighed:
+        """What follows from these sizes, nothing of the request dropped."""
+        if request.ask.model is None:  # then the engine's own is meant
+            _check_model(next(iter(counted.profile.models), ""), tenant)
+        pool = self._engine.pool(counted.profile)
+        asked = Asked.of(request.ask, counted.prompts, pool)
+        return Weighed(request, counted, pool, decide(request.ask, counted.prompts, pool, tenant), asked)
 
     async def _reopen(self, held: _Held, judged_for: EngineProfile) -> Line:
         if held.line is not None:

@@ -65,6 +65,7 @@ class RequestLog:
             "queued_ms": None if record.queued_s is None else round(record.queued_s * 1000, 1),
             "stream": record.stream,
             "sequences": record.sequences,
+            "count": record.proof or None,
             "prompt_tokens": record.prompt_tokens,
             "output_limit": record.output_limit,
             "usable_generation": record.usable_generation,

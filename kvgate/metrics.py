@@ -77,8 +77,11 @@ class Metrics:
         )
         self._drift = self._counter(
             "kvgate_count_drift",
-            "Answers whose prompt size by the engine's usage differs from what was counted. Must stay 0.",
-            ("dialect",),
+            "Answers whose prompt size by the engine's usage differs from what this proof said. Must stay 0.",
+            ("dialect", "proof"),
+        )
+        self._counts = self._counter(
+            "kvgate_counts", "Requests that came as far as the arithmetic, by what counted their prompt.", ("proof",)
         )
         self._reuse_violations = self._counter(
             "kvgate_reuse_violations",
@@ -111,7 +114,9 @@ class Metrics:
             self._hangups.labels(record.tenant).inc()
         # Counted at 0 too: what must stay 0 is there to be looked at from the first request on.
         self._reuse_violations.labels(record.tenant).inc(record.reuse_violation)
-        self._drift.labels(record.dialect).inc(record.count_drift_tokens != 0)
+        if record.proof:
+            self._drift.labels(record.dialect, record.proof).inc(record.count_drift_tokens != 0)
+            self._counts.labels(record.proof).inc()
         if (trimmed := record.trimmed) is not None:
             self._trims.labels(record.tenant, trimmed.how).inc()
             self._trimmed.labels(record.tenant, trimmed.how).inc(trimmed.tokens)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvgate.core.ask import Size
+from kvgate.core.counting import Proof
 from kvgate.core.engine_state import Trouble
 from kvgate.core.trim_policy import UNSAID, TrimAsk
 
@@ -222,19 +223,31 @@ class Line(Protocol):
 class Counted:
     """A request's prompt sizes, in tokens and in its own order, and the engine that said so.
 
-    `exact` is False where a figure is a certain bound rather than the count.
+    `proof` is what said so.
     """
 
     prompts: tuple[int, ...]
     profile: EngineProfile
-    exact: bool = True
+    proof: Proof = Proof.ENGINE
+
+    @property
+    def exact(self) -> bool:
+        """False where a figure is a certain bound rather than the count."""
+        return self.proof is not Proof.BOUND
 
 
 class Engine(Protocol):
     """The inference server, as the gate sees it."""
 
+    async def bound(self, dialect: str, request: ReadRequest, body: bytes) -> Counted | None:
+        """More tokens than the prompt can have, where that is certain and costs next to nothing; else None.
+
+        Raises:
+            Refused: the engine is not to be had, or is too small.
+        """
+
     async def count(self, dialect: str, request: ReadRequest, body: bytes) -> Counted:
-        """The exact number of prompt tokens, by the engine's own counter.
+        """The exact number of prompt tokens, by the cheapest proof that is certain.
 
         Raises:
             Refused: the engine is not to be had, is too small, or cannot count this body.
@@ -327,9 +340,9 @@ class RequestRecord:
     """All that is remembered of one request; no prompt, no key, nothing of the client's own wording.
 
     Times are seconds, sizes tokens; None where the request did not come that far. `tenant` is "-" where no
-    key was accepted, `path` only ever a served path or "-". `count_drift_tokens` is by how much the engine's
-    usage differs from what was counted; 0 is as it must be. `asked` is for judging it again (`core.replay`); neither
-    the log nor the metrics show it.
+    key was accepted, `path` only ever a served path or "-". `proof` is what counted the prompt, and
+    `count_drift_tokens` by how much the engine's usage differs from that; 0 is as it must be. `asked` is for judging
+    it again (`core.replay`); neither the log nor the metrics show it.
     """
 
     request_id: str
@@ -342,6 +355,7 @@ class RequestRecord:
     duration_s: float
     stream: bool = False
     sequences: int | None = None
+    proof: str = ""
     prompt_tokens: int | None = None
     output_limit: int | None = None
     usable_generation: int | None = None

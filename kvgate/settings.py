@@ -65,6 +65,16 @@ class EngineSettings(_Section):
     margin_tokens: int = Field(
         0, ge=0, description="Tokens a sequence may take beyond its output limit, such as a speculative draft."
     )
+    counting: Literal["auto", "engine"] = Field(
+        "auto",
+        description="How prompts are counted: auto by the cheapest proof that is certain, engine by the engine's own "
+        "counter alone (docs/counting.md).",
+    )
+    tokenizer: Path | None = Field(
+        None,
+        description="File with the engine's vocabulary, a tokenizer.json; none takes the model's GGUF file where it "
+        "can be read here.",
+    )
     drain_max_s: float = Field(
         120.0, gt=0, description="Seconds after which a hung-up request's KV counts as free without proof."
     )

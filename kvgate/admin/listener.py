@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from kvgate.metrics import Metrics
 
+CHAT = "/v1/chat/completions"
+"""What is explained where no path is named."""
+
 
 def admin_app(
     metrics: Metrics,
@@ -24,12 +27,15 @@ def admin_app(
     status: Callable[[], dict[str, Any]],
     engine: Callable[[], dict[str, Any]],
     refresh: Callable[[], Awaitable[None]],
+    explain: Callable[[str, str, bytes], Awaitable[dict[str, Any]]],
+    body_bytes_max: int,
 ) -> web.Application:
     """The operator's application.
 
     `/healthz`: the process answers. `/readyz`: 200 while requests are served, else 503; with the sentences
     that say why not, the warnings, and the engine's state. `/metrics`: for Prometheus. `/status`: everything, as
     JSON. The last two `refresh` first, which a store that hangs can delay by no more than its timeout.
+    `POST /explain?tenant=NAME&path=PATH`: the verdict that the body would get; 404 for an unknown tenant or path.
     """
 
     async def healthz(_: web.Request) -> web.Response:
@@ -48,11 +54,20 @@ def admin_app(
         await refresh()
         return web.json_response(status(), dumps=lambda value: json.dumps(value, default=_plain, indent=2) + "\n")
 
-    app = web.Application()
+    async def explanation(request: web.Request) -> web.Response:
+        tenant, path = request.query.get("tenant", ""), request.query.get("path", CHAT)
+        try:
+            found = await explain(tenant, path, await request.read())
+        except LookupError as error:
+            return web.json_response({"problem": str(error)}, status=404)
+        return web.json_response(found)
+
+    app = web.Application(client_max_size=body_bytes_max)
     app.router.add_get("/healthz", healthz)
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/metrics", exposition)
     app.router.add_get("/status", everything)
+    app.router.add_post("/explain", explanation)
     return app
 
 

@@ -17,12 +17,13 @@ from aiohttp import web
 
 from kvgate.admin.listener import admin_app
 from kvgate.app.engine_watch import ENGINE_POLL_S, LifeWatch, SlotsWatch, look_at
+from kvgate.app.explaining import Explainer
 from kvgate.app.health import Health
 from kvgate.app.tenants_file import STORE_TIMEOUT_S, NotApplied, TenantsFile
 from kvgate.core.engine_state import EngineState
 from kvgate.core.profile import KvSettings, Topology
 from kvgate.core.reason import Reason
-from kvgate.engines.llamacpp import LlamaCpp, LlamaCppSettings
+from kvgate.engines.llamacpp import CountingSettings, LlamaCpp, LlamaCppSettings
 from kvgate.gate import Gate
 from kvgate.log import RequestLog
 from kvgate.metrics import Metrics
@@ -182,6 +183,8 @@ class App:
             status=health.status,
             engine=self._life.told,
             refresh=health.ledger.refresh,
+            explain=health.explain,
+            body_bytes_max=self._settings.http.body_bytes_max,
         )
         admin = web.AppRunner(told, access_log=None)
         admin_url = await open_listener(stack, admin, self._worker or self._settings.admin_listen)
@@ -325,6 +328,7 @@ class App:
         sizes = RecentSizes(client)
         stack.push_async_callback(sizes.flush)
         await self._run_beside(stack, [sizes.run()])
+        gate = Gate(self._engine, ledger, new_id=lambda: secrets.token_hex(16))
         return Health(
             self._settings,
             self._engine,
@@ -332,14 +336,15 @@ class App:
             self._metrics,
             tenants,
             file,
-            self._make_front(tenants, ledger, sizes),
+            self._make_front(gate, tenants, sizes),
             self._life,
             SlotsWatch(self._engine, ledger, self._clock),
+            Explainer(gate, tenants, served_routes(), ledger.view).explain,
         )
 
-    def _make_front(self, tenants: ValkeyTenants, ledger: SharedLedger, sizes: RecentSizes) -> Front:
+    def _make_front(self, gate: Gate, tenants: ValkeyTenants, sizes: RecentSizes) -> Front:
         return Front(
-            Gate(self._engine, ledger, new_id=lambda: secrets.token_hex(16)),
+            gate,
             self._engine,
             tenants=tenants,
             routes=served_routes(),
@@ -359,6 +364,7 @@ def _engine_settings(settings: Settings) -> LlamaCppSettings:
         margin_tokens=given.margin_tokens,
         headroom_ratio=given.pool_headroom_ratio,
         idle_timeout_s=given.idle_timeout_s,
+        counting=CountingSettings(local=given.counting == "auto", vocabulary=given.tokenizer),
     )
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from kvgate.core.profile import Source
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from kvgate.app.engine_watch import LifeWatch, SlotsWatch
     from kvgate.app.tenants_file import TenantsFile
     from kvgate.core.profile import EngineProfile
@@ -37,6 +39,7 @@ class Health:
     front: Front
     life: LifeWatch
     slots: SlotsWatch
+    explain: Callable[[str, str, bytes], Awaitable[dict[str, Any]]]
     settings_problem: str | None = None
 
     def problems(self) -> list[str]:
@@ -68,6 +71,7 @@ class Health:
             warnings.append(f"the tenants file was not applied, the last one stays in force: {problem}")
         if self.settings_problem is not None:
             warnings.append(self.settings_problem)
+        warnings += self.engine.erred_proofs()
         if (outage := self.ledger.outage_pool) is not None:
             warnings.append(
                 f"the store is out: this gate goes by what it held, {outage.slots} slots and {outage.tokens} tokens"
@@ -91,6 +95,7 @@ class Health:
         return {
             "engine": engine,
             "engine_life": self.life.told(),
+            "counting": self.engine.proofs(),
             "ledger": self.ledger.view(),
             "pid": os.getpid(),
             "in_flight": self.front.in_flight,

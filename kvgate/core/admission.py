@@ -88,17 +88,21 @@ def room(prompts: tuple[int, ...], sequences: int, pool: KvPool, tenant: Tenant)
         pool: what the engine can hold.
         tenant: whose bounds apply beside it.
     """
+    return min(bounds_of(prompts, sequences, pool, tenant), key=lambda found: found.usable_generation)
+
+
+def bounds_of(prompts: tuple[int, ...], sequences: int, pool: KvPool, tenant: Tenant) -> list[Room]:
+    """What each bound alone would leave; `room` is the least of them, and takes the same arguments."""
     longest, slot = max(prompts), pool.tokens_per_slot
     own, held = tenant.limits.context_tokens_max, tenant.quota.kv_tokens_max
-    bounds = [(slot - longest - pool.margin_tokens, slot, "slot")]
+    found = [Room(slot, "slot", longest, slot - longest - pool.margin_tokens)]
     if own is not None:
-        bounds.append((own - longest - pool.margin_tokens, own, "tenant"))
+        found.append(Room(own, "tenant", longest, own - longest - pool.margin_tokens))
     whole = pool.grantable_tokens
-    bounds.append((pool.output_room(prompts, sequences, whole), whole, "pool"))
+    found.append(Room(whole, "pool", longest, pool.output_room(prompts, sequences, whole)))
     if held is not None:
-        bounds.append((pool.output_room(prompts, sequences, held), held, "tenant_kv"))
-    usable, limit, name = min(bounds, key=lambda bound: bound[0])
-    return Room(limit, name, longest, usable)
+        found.append(Room(held, "tenant_kv", longest, pool.output_room(prompts, sequences, held)))
+    return found
 
 
 def decide(ask: Ask, prompts: tuple[int, ...], pool: KvPool, tenant: Tenant) -> Admit | Clamp | Reject:

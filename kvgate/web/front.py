@@ -26,12 +26,12 @@ from kvgate.web.server import ClientStuck, Server, TenantSide, send_large
 from kvgate.wire import fields
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Coroutine, Mapping
 
     from kvgate.core.profile import EngineProfile
     from kvgate.core.tenant import Tenant
     from kvgate.gate import Gate
-    from kvgate.ports import Clock, Observer, Tenants
+    from kvgate.ports import Clock, Counted, Observer, ReadRequest, Tenants
     from kvgate.web.routes import Route
 
 log = logging.getLogger("kvgate.web")
@@ -75,11 +75,17 @@ class EngineSide(Protocol):
     async def count_text(self, text: str) -> int:
         """The tokens of a bare text."""
 
+    async def count(self, dialect: str, request: ReadRequest, body: bytes) -> Counted:
+        """The exact number of prompt tokens."""
+
     def explain(self, status: int, body: bytes) -> Refusal:
         """What an error answer means."""
 
     def reuse_seen(self, profile: EngineProfile) -> None:
         """An answer showed reuse where there should be none."""
+
+    def count_erred(self, counted: Counted, drift_tokens: int) -> None:
+        """An answer's usage differs from what was counted."""
 
 
 class Front:
@@ -259,10 +265,27 @@ class Front:
         outcome = exchange.outcome
         told = outcome.receipt.told if isinstance(outcome, Admitted) else None
         if told is not None and told.untold:
-            task = asyncio.create_task(self._observe_untold(exchange, told.untold))
-            self._observing.add(task)
-            task.add_done_callback(self._observing.discard)
+            self._observe_later(self._observe_untold(exchange, told.untold))
+        elif isinstance(outcome, Admitted) and told is None and outcome.is_bounded:
+            self._observe_later(self._observe_unsized(exchange, outcome))
         else:
+            self._record(exchange)
+
+    def _observe_later(self, observing: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(observing)
+        self._observing.add(task)
+        task.add_done_callback(self._observing.discard)
+
+    async def _observe_unsized(self, exchange: Exchange, admitted: Admitted) -> None:
+        """An answer that told nothing is charged for its prompt, and not for a bound of it: it is counted now."""
+        request = admitted.request
+        try:
+            body = request.document.text.encode()
+            exchange.recounted = await self._engine.count(exchange.dialect.name, request, body)
+        except Refused as refused:
+            extra = {"request_id": exchange.request_id, "reason": refused.refusal.reason.label}
+            log.warning("the prompt of this request could not be counted", extra=extra)
+        finally:
             self._record(exchange)
 
     async def _observe_untold(self, exchange: Exchange, texts: tuple[str, ...]) -> None:
@@ -278,6 +301,8 @@ class Front:
         record = exchange.record(self._clock())
         if record.reuse_violation and exchange.outcome is not None and exchange.outcome.profile is not None:
             self._engine.reuse_seen(exchange.outcome.profile)
+        if record.count_drift_tokens and exchange.outcome is not None and exchange.outcome.counted is not None:
+            self._engine.count_erred(exchange.outcome.counted, record.count_drift_tokens)
         self._observer.request(record)
 
     # -- who asks

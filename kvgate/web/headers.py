@@ -20,7 +20,7 @@ HEADERS: Final = {
     "x-kvgate-reason": "Why it was refused, clamped or trimmed: a label of the table of reasons.",
     "x-kvgate-prompt-tokens": "Tokens of the prompt, counted before anything was sent; the longest of a list.",
     "x-kvgate-prompt-tokens-max": "In its place where only a certain bound is known (`x-kvgate-count: bound`).",
-    "x-kvgate-count": "How they were counted: `engine`, by the engine's own counter, or `bound`.",
+    "x-kvgate-count": "What counted them: `engine`, `tokenizer`, `sum` or `bound` (docs/counting.md).",
     "x-kvgate-output-limit": "Tokens of output that the engine was told to stop at.",
     "x-kvgate-usable-generation": "Tokens of output that fit beside this prompt.",
     "x-kvgate-trimmed-messages": "How many messages, or items of the input, were dropped; absent for a text prompt.",
@@ -100,6 +100,5 @@ def _details(trimmed: Trimmed) -> str:
 
 
 def _count_headers(prompt_tokens: int, counted: Counted) -> dict[str, str]:
-    if counted.exact:
-        return {"x-kvgate-prompt-tokens": str(prompt_tokens), "x-kvgate-count": "engine"}
-    return {"x-kvgate-prompt-tokens-max": str(prompt_tokens), "x-kvgate-count": "bound"}
+    name = "x-kvgate-prompt-tokens" if counted.exact else "x-kvgate-prompt-tokens-max"
+    return {name: str(prompt_tokens), "x-kvgate-count": counted.proof.value}

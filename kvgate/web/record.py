@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvgate.core.admission import Admit, Clamp, Trim
 from kvgate.core.ask import Usage
+from kvgate.core.counting import Proof
 from kvgate.core.reason import Reason
 from kvgate.core.reuse import is_violation
 from kvgate.gate import Admitted, Rejected
@@ -17,14 +18,16 @@ if TYPE_CHECKING:
 
     from kvgate.core.admission import Verdict
     from kvgate.core.reason import Refusal
-    from kvgate.ports import Dialect
+    from kvgate.core.replay import Asked
+    from kvgate.ports import Counted, Dialect
 
 
 @dataclass(slots=True)
 class Exchange:
     """What is known of one request so far.
 
-    `untold_tokens` is the output of which the engine told nothing, counted afterwards.
+    `untold_tokens` is the output of which the engine told nothing, and `recounted` the prompt of which only a bound
+    was known; both are counted afterwards.
     """
 
     request_id: str
@@ -38,6 +41,7 @@ class Exchange:
     hung_up: bool = False
     detail: str = ""
     untold_tokens: int = 0
+    recounted: Counted | None = None
     stream: web.StreamResponse | None = None
 
     def begun(self, status: int, stream: web.StreamResponse | None = None) -> None:
@@ -67,11 +71,25 @@ class Exchange:
             record = replace(record, stream=outcome.request.ask.stream, sequences=outcome.request.ask.sequences)
         if outcome.profile is not None:
             record = replace(record, n_ctx_slot=outcome.profile.n_ctx_slot.value)
+        if outcome.counted is not None:
+            record = replace(record, proof=outcome.counted.proof.value)
         if outcome.verdict is not None:
-            record = replace(_with_verdict(record, outcome.verdict), asked=outcome.asked)
+            record = replace(_with_verdict(record, outcome.verdict), asked=self._asked(outcome))
         if isinstance(outcome, Admitted):
-            record = _with_cost(record, outcome, self.untold_tokens)
+            record = _with_cost(record, outcome, self.recounted or outcome.counted, self.untold_tokens)
         return record
+
+    def _asked(self, outcome: Admitted | Rejected) -> Asked | None:
+        """The request's true sizes; None where only a bound was ever known."""
+        asked, counted = outcome.asked, outcome.counted
+        if asked is None or counted is None or counted.proof is not Proof.BOUND:
+            return asked
+        told = outcome.receipt.told if isinstance(outcome, Admitted) else None
+        if self.recounted is not None:
+            return replace(asked, prompts=self.recounted.prompts)
+        if told is not None and told.prompts == asked.prompts_count == 1:
+            return replace(asked, prompts=(told.usage.prompt_tokens,))
+        return None
 
 
 def _with_verdict(record: RequestRecord, verdict: Verdict) -> RequestRecord:
@@ -87,14 +105,14 @@ def _with_verdict(record: RequestRecord, verdict: Verdict) -> RequestRecord:
     return record
 
 
-def _with_cost(record: RequestRecord, admitted: Admitted, untold_tokens: int) -> RequestRecord:
+def _with_cost(record: RequestRecord, admitted: Admitted, counted: Counted, untold_tokens: int) -> RequestRecord:
     """What the request cost: the engine's figures, completed by the gate's own where they tell less.
 
     An answer that was cut before it told is charged for its whole prompt and for what passed of its output; so is
     one whose client left before any of it came: the engine was at work on the prompt.
     """
     record = replace(record, queued_s=admitted.lease.queued_s)
-    told, counted = admitted.receipt.told, admitted.counted
+    told = admitted.receipt.told
     if told is None:
         # An API that tells no usage and generates nothing cost what was counted.
         spent = admitted.receipt.ended and not admitted.request.ask.generates

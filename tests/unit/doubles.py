@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from kvgate.core.counting import Proof
 from kvgate.core.json_object import Edit
 from kvgate.core.ledger import Denied, Lease
 from kvgate.core.profile import EngineProfile, Fact, Source, Topology
@@ -124,7 +125,9 @@ class EngineDouble:
     lines: list[LineDouble] = field(default_factory=list)
     answer: Callable[[EngineProfile], LineDouble] = LineDouble
     prompts: tuple[int, ...] = ()
-    exact: bool = True
+    proof: Proof = Proof.ENGINE
+    bounds: list[int | None] = field(default_factory=list)
+    erred: list[Counted] = field(default_factory=list)
     is_known: bool = True
     reuse_off: dict[str, bool | None] = field(default_factory=dict)
     probes: list[bool | LineFailed | Callable[[], Awaitable[None]]] = field(default_factory=list)
@@ -140,10 +143,14 @@ class EngineDouble:
     def profile(self) -> EngineProfile | None:
         return self.now if self.is_known else None
 
+    async def bound(self, dialect: str, request: ReadRequest, body: bytes) -> Counted | None:
+        bound = self.bounds.pop(0) if self.bounds else None
+        return None if bound is None else Counted((bound,), self.now, Proof.BOUND)
+
     async def count(self, dialect: str, request: ReadRequest, body: bytes) -> Counted:
         self.counted.append((dialect, body))
         found = await self._next(self.counts)
-        return Counted(self.prompts or (self.prompt_tokens,), found, self.exact)
+        return Counted(self.prompts or (self.prompt_tokens,), found, self.proof)
 
     async def count_text(self, text: str) -> int:
         self.texts.append(text)
@@ -183,6 +190,9 @@ class EngineDouble:
 
     def reuse_seen(self, profile: EngineProfile) -> None:
         self.seen_reusing.append(profile)
+
+    def count_erred(self, counted: Counted, drift_tokens: int) -> None:
+        self.erred.append(counted)
 
     def explain(self, status: int, body: bytes) -> Refusal:
         return explain(status, body)

@@ -25,8 +25,10 @@ from kvgate.settings import BadSettings
 from tests.fake_engine import CHAT, FakeEngine, stall_in_stream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    Explain = Callable[..., tuple[int, str, str]]
 
 NOBODY = "http://127.0.0.1:1"
 
@@ -328,3 +330,84 @@ def test_where_a_child_listens_is_read_from_its_own_flags(command: str, url: str
 def test_a_child_on_a_unix_socket_cannot_be_asked() -> None:
     with pytest.raises(BadSettings, match="unix socket"):
         _child_url(["llama-server", "--host", "/run/x.sock"])
+
+
+# -- explain
+
+TENANTS = """
+[tenant.acme]
+context_tokens_max = 100
+[tenant.calm]
+on_overflow = "clamp"
+"""
+
+
+@pytest.fixture
+def explain(engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Explain:
+    """Runs `kvgate explain` on a body, straight against the engine; its exit status and what it printed."""
+    (tmp_path / "tenants.toml").write_text(TENANTS)
+
+    def run(body: object, *flags: str, tenant: str = "acme", upstream: str = engine.url) -> tuple[int, str, str]:
+        (tmp_path / "body.json").write_text(body if isinstance(body, str) else json.dumps(body))
+        arguments = ["explain", str(tmp_path / "body.json"), "--tenant", tenant, "--upstream", upstream]
+        status = main([*arguments, "--tenants", str(tmp_path / "tenants.toml"), *flags])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return run
+
+
+BODY = {"messages": [{"role": "user", "content": "one two three"}], "max_tokens": 50}
+
+
+def test_explain_says_yes_with_the_arithmetic(engine: FakeEngine, explain: Explain) -> None:
+    """And runs nothing: the engine is asked to count, never to generate."""
+    status, out, _ = explain(BODY)
+    assert status == 0
+    assert "verdict       admit" in out
+    assert "33 tokens, by engine" in out
+    assert "context_tokens_max: 100 - 33 prompt - 0 margin = 67  <- binds" in out
+    assert engine.asked(CHAT) == []
+
+
+def test_explain_says_no_with_what_would_fit(explain: Explain) -> None:
+    status, out, _ = explain(BODY | {"max_tokens": 80})
+    assert status == 1
+    assert "an output limit of at most 67" in out
+    assert "a prompt shorter by 13 tokens" in out
+
+
+def test_explain_says_what_is_clamped_as_json_too(explain: Explain) -> None:
+    status, out, _ = explain(BODY | {"max_tokens": 5000}, "--json", tenant="calm")
+    found = json.loads(out)
+    assert (status, found["verdict"], found["asked_output_tokens"]) == (0, "clamp", 5000)
+    assert found["output_limit"] == found["output_tokens_max"] == 512 - 33
+
+
+def test_explain_says_what_is_malformed(explain: Explain) -> None:
+    status, out, _ = explain("{")
+    assert (status, "reject (malformed)" in out) == (1, True)
+
+
+def test_explain_that_cannot_ask_exits_2_and_says_what_to_do(
+    explain: Explain, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No engine, no gate, no such tenant, path or file, half of the flags: never taken for a no."""
+    for found, words in (
+        (explain(BODY, upstream=NOBODY), "cannot be reached"),
+        (explain(BODY, tenant="nobody"), "there is no tenant 'nobody'"),
+        (explain(BODY, "--path", "/v1/models"), "nothing is counted at"),
+    ):
+        assert found[0] == 2
+        assert words in found[2]
+    body = tmp_path / "body.json"
+    for arguments, words in (
+        ([str(body), "--admin", NOBODY], "no gate answers at"),
+        ([str(body), "--admin", "ftp://x"], "no http:// URL"),
+        ([str(tmp_path / "none.json"), "--admin", NOBODY], "cannot be read"),
+        ([str(body), "--upstream", NOBODY], "go together"),
+    ):
+        assert main(["explain", *arguments, "--tenant", "acme"]) == 2
+        assert words in capsys.readouterr().err
+    assert main(["explain", str(body), "--admin", NOBODY, "--tenant", "acme", "--json"]) == 2
+    assert json.loads(capsys.readouterr().err)["verdict"] is None

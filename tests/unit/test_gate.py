@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvgate.core.admission import Admit, Clamp, Reject
 from kvgate.core.ask import Usage
+from kvgate.core.counting import Proof
 from kvgate.core.ledger import Denied
 from kvgate.core.reason import Reason, refusal
 from kvgate.core.tenant import Tenant
 from kvgate.dialects.anthropic_messages import AnthropicMessages
 from kvgate.dialects.openai_chat import OpenAiChat
 from kvgate.dialects.openai_embeddings import OpenAiEmbeddings
-from kvgate.gate import ATTEMPTS, PROBE_TENANT, Admitted, Call, Gate, Rejected
+from kvgate.gate import ATTEMPTS, PROBE_TENANT, Admitted, Call, Gate, Rejected, Weighed
 from kvgate.ports import PROBE_SIZE, Refused, Told
 from kvgate.store.local_ledger import LocalLedger
 from tests.unit.doubles import (
@@ -98,6 +100,43 @@ async def test_a_request_that_fits_is_admitted() -> None:
     told = [what for what, _ in ledger.told]
     assert told == ["reserve", "hand_over", "answered", "settle ended"]
     assert engine.lines[0].released == 1
+
+
+async def test_a_bound_that_is_enough_admits_without_a_count() -> None:
+    """Its lease is as large as the bound; nobody waits for cells on an engine that divides them."""
+    engine, ledger = EngineDouble(bounds=[300]), LedgerDouble()
+    found = await admit(engine, ledger, call(chat(max_tokens=50)))
+    assert isinstance(found, Admitted)
+    assert (found.counted.proof, found.counted.exact, found.is_bounded) == (Proof.BOUND, False, True)
+    assert ledger.reservations[0].size.prompt_tokens == 300
+    assert engine.counted == []
+
+
+@pytest.mark.parametrize("clamp", [True, False])
+async def test_a_bound_that_is_not_enough_is_replaced_by_the_count(clamp: bool) -> None:
+    """What would be refused or clamped by the bound is judged by the count, and runs as asked."""
+    engine, ledger = EngineDouble(prompt_tokens=100, bounds=[1000]), LedgerDouble()
+    found = await admit(engine, ledger, call(chat(max_tokens=50), tenant(clamp=clamp)))
+    assert isinstance(found, Admitted)
+    assert isinstance(found.verdict, Admit)
+    assert (found.counted.proof, ledger.reservations[0].size.prompt_tokens) == (Proof.ENGINE, 100)
+
+
+async def test_weighing_decides_as_admitting_does_and_takes_nothing() -> None:
+    """`explain`: the same count, the same verdict, no reservation, no line, nothing sent."""
+    engine, ledger = EngineDouble(prompt_tokens=100), LedgerDouble()
+    for body in (chat(max_tokens=50), chat(max_tokens=5000), b"{", chat(model="large")):
+        request = call(body, replace(tenant(), models=frozenset({"small"})))
+        weighed = await gate(engine, ledger).weigh(request)
+        assert (ledger.told, engine.lines) == ([], [])
+        admitted = await admit(engine, ledger, request)
+        if isinstance(weighed, Weighed):
+            assert (weighed.verdict, weighed.counted) == (admitted.verdict, admitted.counted)
+        else:
+            assert isinstance(admitted, Rejected)
+            assert weighed.refusal == admitted.refusal
+        ledger.told.clear()
+        engine.lines.clear()
 
 
 async def test_what_is_forwarded_is_what_was_judged() -> None:

@@ -30,6 +30,7 @@ RECORD = RequestRecord(
     verdict="admit",
     reason="",
     duration_s=0.7,
+    proof="sum",
     prompt_tokens=10,
     queued_s=0.02,
     usage=Usage(10, 5, 0),
@@ -108,16 +109,26 @@ def test_only_admitted_requests_have_waited() -> None:
     assert value(metrics, "kvgate_queue_seconds_count", tenant="acme") == 1
 
 
+def test_requests_are_counted_by_what_counted_them() -> None:
+    """Those that came as far as the arithmetic."""
+    metrics = Metrics()
+    for proof in ("sum", "bound", "sum", ""):
+        metrics.request(replace(RECORD, proof=proof))
+    assert value(metrics, "kvgate_counts_total", proof="sum") == 2
+    assert value(metrics, "kvgate_counts_total", proof="bound") == 1
+    assert value(metrics, "kvgate_counts_total", proof="") is None
+
+
 def test_what_must_stay_0_is_counted_when_it_does_not() -> None:
     """Drift, whichever way; reuse that was off; and hang-ups beside them."""
     metrics = Metrics()
     metrics.request(RECORD)
-    assert value(metrics, "kvgate_count_drift_total", dialect="openai_chat") == 0
+    assert value(metrics, "kvgate_count_drift_total", dialect="openai_chat", proof="sum") == 0
     assert value(metrics, "kvgate_reuse_violations_total", tenant="acme") == 0
     for drift_tokens in (1, -7):
         metrics.request(replace(RECORD, count_drift_tokens=drift_tokens))
     metrics.request(replace(RECORD, reuse_violation=True, hung_up=True))
-    assert value(metrics, "kvgate_count_drift_total", dialect="openai_chat") == 2
+    assert value(metrics, "kvgate_count_drift_total", dialect="openai_chat", proof="sum") == 2
     assert value(metrics, "kvgate_reuse_violations_total", tenant="acme") == 1
     assert value(metrics, "kvgate_hangups_total", tenant="acme") == 1
 

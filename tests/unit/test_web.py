@@ -17,6 +17,7 @@ import pytest
 from aiohttp import web
 
 from kvgate.core.ask import Usage
+from kvgate.core.counting import Proof
 from kvgate.core.ledger import Denied
 from kvgate.core.reason import Reason, refusal
 from kvgate.core.replay import Asked
@@ -1155,6 +1156,7 @@ async def test_reuse_that_should_not_have_been_is_remembered(listener: Listener)
     await listener.ask(body=chat())
     (record,) = listener.records
     assert (record.reuse_violation, record.count_drift_tokens) == (True, 2)
+    assert [(counted.prompts, counted.proof) for counted in listener.engine.erred] == [((10,), Proof.ENGINE)]
 
 
 async def test_reuse_that_is_seen_closes_what_a_probe_let_in(listener: Listener) -> None:
@@ -1247,13 +1249,39 @@ async def test_prompts_that_the_engine_told_nothing_of_are_added() -> None:
 async def test_a_bound_is_named_one_and_may_be_above_the_truth(told: int, drift: int) -> None:
     """`x-kvgate-count: bound`; only what it fails to bound is a drift."""
     answer = json.dumps({"tokens_evaluated": told, "tokens_predicted": 2, "content": ""}).encode()
-    engine = EngineDouble(30, exact=False, answer=lambda found: LineDouble(found, pieces=[answer]))
+    engine = EngineDouble(30, proof=Proof.BOUND, answer=lambda found: LineDouble(found, pieces=[answer]))
     async with listening(Parts(engine)) as listener:
         found = await listener.ask("/infill", b'{"input_prefix": "a"}')
         assert (found.get("x-kvgate-count"), found.get("x-kvgate-prompt-tokens-max")) == ("bound", "30")
         assert found.get("x-kvgate-prompt-tokens") is None
         (record,) = listener.records
         assert (record.usage, record.count_drift_tokens) == (Usage(told, 2), drift)
+
+
+@pytest.mark.parametrize(("told", "drift"), [(30, 0), (9, 0), (31, 1)])
+async def test_a_chat_by_a_bound_costs_what_the_engine_says(told: int, drift: int) -> None:
+    """And a bound that was none is told to whoever proved it."""
+    answer = json.dumps({"usage": {"prompt_tokens": told, "completion_tokens": 2}}).encode()
+    engine = EngineDouble(bounds=[30], answer=lambda found: LineDouble(found, pieces=[answer]))
+    async with listening(Parts(engine)) as listener:
+        found = await listener.ask(body=chat(max_tokens=5))
+        assert (found.get("x-kvgate-count"), found.get("x-kvgate-prompt-tokens-max")) == ("bound", "30")
+        (record,) = listener.records
+        assert (record.usage, record.count_drift_tokens, record.proof) == (Usage(told, 2), drift, "bound")
+        assert len(engine.erred) == drift
+
+
+async def test_who_hangs_up_is_charged_for_the_prompt_and_not_for_its_bound() -> None:
+    """Nothing told what it cost: the prompt is counted after all, when nobody waits for it."""
+    engine = EngineDouble(8, bounds=[30], answer=lambda found: LineDouble(found, head=SSE, pieces=[DELTA, forever]))
+    async with listening(Parts(engine)) as listener:
+        async with Client(listener.port) as client:
+            client.send(request(body=chat(max_tokens=5, stream=True)))
+            assert await client.reader.readuntil(DELTA)
+            assert engine.counted == []
+        await until(lambda: listener.records != [])
+        (record,) = listener.records
+        assert (record.proof, record.usage, record.prompt_tokens) == ("bound", Usage(8, 1), 30)
 
 
 async def test_a_clamp_is_recorded_with_its_reason() -> None:

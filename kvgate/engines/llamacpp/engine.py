@@ -8,11 +8,13 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from kvgate.core.counting import Proof
 from kvgate.core.drain import SlotsSeen
 from kvgate.core.json_object import Edit
 from kvgate.core.reason import Reason, refusal
 from kvgate.core.reuse import Reuse
 from kvgate.engines.llamacpp.calls import ask, exchange, json_bytes
+from kvgate.engines.llamacpp.counting import Counts
 from kvgate.engines.llamacpp.discovery import KIND, BoundFacts, busy_slots, profile_of, text_of
 from kvgate.engines.llamacpp.errors import LOADING_RETRY_AFTER_S, explain, problem_of
 from kvgate.engines.llamacpp.sleep import Sleep, digest_awake
@@ -23,9 +25,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvgate.core.ask import Prompt
+    from kvgate.core.counting import Standing
     from kvgate.core.pool import KvPool
     from kvgate.core.profile import EngineProfile, KvSettings, StartupFacts
     from kvgate.core.reason import Refusal
+    from kvgate.engines.llamacpp.counting import CountingSettings
     from kvgate.ports import Clock, Line, ReadRequest, StartupLogSource
 
 log = logging.getLogger("kvgate.engine")
@@ -64,6 +68,7 @@ class LlamaCppSettings:
         headroom_ratio: share of the pool that is never granted.
         idle_timeout_s: how long it may be silent in mid-answer, and how long one that answers no `/health` may keep a
             request waiting for the beginning of its answer.
+        counting: how to count; None asks the engine for everything, anew each time.
     """
 
     kv: KvSettings
@@ -72,6 +77,7 @@ class LlamaCppSettings:
     margin_tokens: int = 0
     headroom_ratio: float = 0.0
     idle_timeout_s: float = IDLE_TIMEOUT_S
+    counting: CountingSettings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +120,7 @@ class LlamaCpp:
         self._facts = BoundFacts(startup_log)
         self._on_profile = on_profile
         self._counting = asyncio.Semaphore(COUNTS_AT_ONCE)
+        self._counts = Counts(self._asked, self._current, settings.counting, clock)
         self._profile: EngineProfile | None = None
         self._seen: tuple[str, StartupFacts | None] | None = None
         self._calling: set[Connection] = set()
@@ -223,12 +230,43 @@ class LlamaCpp:
         if called.status == 200 and isinstance(called.answer, dict):
             self._sleep.note(called.answer)
 
+    async def bound(self, dialect: str, request: ReadRequest, body: bytes) -> Counted | None:
+        """A certain bound for the prompt, where one is proved of this engine.
+
+        Raises:
+            Refused: as `open`.
+        """
+        return await self._counts.bound(dialect, request, body)
+
     async def count(self, dialect: str, request: ReadRequest, body: bytes) -> Counted:
-        """The prompt sizes: by the engine's counter for this dialect, or piece by piece by its tokenizer.
+        """The prompt sizes, by the cheapest proof; the last is the engine's own counter.
 
         Raises:
             Refused: as `open`, or UNCOUNTED where the engine cannot count this body.
         """
+        found = await self._counts.local(dialect, request)
+        return found or await self._counts.asked(
+            dialect, request, lambda: self._count_by_engine(dialect, request, body)
+        )
+
+    def count_erred(self, counted: Counted, drift_tokens: int) -> None:
+        """An answer's usage differs from what was counted."""
+        self._counts.erred(counted, drift_tokens)
+
+    def proofs(self) -> tuple[Standing, ...]:
+        """Which proofs of a prompt's size are in force, and why the others are not."""
+        return self._counts.standings()
+
+    def erred_proofs(self) -> list[str]:
+        """A sentence for each proof that an answer contradicted."""
+        return self._counts.errors()
+
+    async def proofs_settled(self) -> None:
+        """Wait until it is known which proofs hold."""
+        await self._counts.settled()
+
+    async def _count_by_engine(self, dialect: str, request: ReadRequest, body: bytes) -> Counted:
+        """The prompt sizes: by the engine's counter for this dialect, or piece by piece by its tokenizer."""
         prompts = request.ask.prompts
         if not prompts:
             return await self._count_by(COUNTERS[dialect], body)
@@ -239,8 +277,8 @@ class LlamaCpp:
             for task in counting:  # where one cannot be counted the others need not be
                 task.cancel()
         tokens = tuple(tokens for tokens, _ in found)
-        exact = not any(prompt.extra_tokens for prompt in prompts)
-        return Counted(tokens, self._agreed([profile for _, profile in found]), exact=exact)
+        proof = Proof.BOUND if any(prompt.extra_tokens for prompt in prompts) else Proof.ENGINE
+        return Counted(tokens, self._agreed([profile for _, profile in found]), proof)
 
     async def count_text(self, text: str) -> int:
         """The tokens of a bare text, nothing added.
@@ -311,6 +349,16 @@ class LlamaCpp:
         if called.status in {200, 404, 405, 501}:
             raise Refused(refusal(Reason.ENGINE_UNKNOWN, problem=f"it has no counter at {path}", retry_after_s=60))
         raise Refused(refusal(Reason.UNCOUNTED, problem=problem_of(called.answer)))
+
+    async def _asked(self, method: str, path: str, value: Any = None) -> tuple[int, Any, EngineProfile]:
+        """One call about counting.
+
+        Raises:
+            Refused: the engine is not to be had.
+        """
+        async with self._counting:
+            called = await self._call(method, path, b"" if value is None else json_bytes(value))
+        return called.status, called.answer, called.profile
 
     async def control(self, path: str, body: bytes) -> tuple[int, bytes]:
         """One call for a tenant that runs no inference (tokenizer, template, counters): status and body.
@@ -417,6 +465,7 @@ class LlamaCpp:
 
     async def close(self) -> None:
         """Close every connection."""
+        await self._counts.close()
         await self.upstream.close()
 
     # -- discovery
