@@ -215,6 +215,8 @@ class LlamaCpp:
         self._unheard_since_s = None
         if called.status == 503:
             raise Refused(refusal(Reason.ENGINE_LOADING, retry_after_s=LOADING_RETRY_AFTER_S))
+        if not self.is_asleep:  # a probe would wake it
+            self._counts.look_at(called.profile)
         return called.profile
 
     def _unheard(self) -> None:
