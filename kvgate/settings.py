@@ -90,7 +90,10 @@ class StoreSettings(_Section):
     """Redis or Valkey, which holds tenants, keys and the ledger."""
 
     url: str | None = Field(
-        None, description="redis://, rediss:// or unix:// URL; none starts a private Valkey in data_dir."
+        None,
+        description="redis://, rediss:// (TLS) or unix:// URL; cluster://HOST:PORT,HOST:PORT; "
+        "sentinel://HOST:PORT,HOST:PORT/NAME (clusters://, sentinels:// with TLS). None starts a private Valkey in "
+        "data_dir.",
     )
     data_dir: Path | None = Field(
         None, description="Where the embedded Valkey keeps its data; default: .kvgate beside the configuration."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisClusterException, RedisError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,5 +26,5 @@ def store_errors(doing: str) -> Iterator[None]:
         yield
     except TimeoutError as error:
         raise StoreUnavailable(f"the store did not answer in time while {doing}") from error
-    except (RedisError, OSError) as error:
+    except (RedisError, RedisClusterException, OSError) as error:
         raise StoreUnavailable(f"the store failed while {doing}: {error}") from error

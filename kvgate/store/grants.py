@@ -10,8 +10,7 @@ from kvgate.store.errors import StoreUnavailable, store_errors
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from redis.asyncio import Redis
-
+    from kvgate.store.client import StoreClient
     from kvgate.store.ledger_link import LedgerLink
 
 BLOCK_S = 2.0
@@ -28,7 +27,7 @@ class Grants:
         told: called with an id and what became of it.
     """
 
-    def __init__(self, client: Redis, link: LedgerLink, gate: str, told: Callable[[str, str], None]) -> None:
+    def __init__(self, client: StoreClient, link: LedgerLink, gate: str, told: Callable[[str, str], None]) -> None:
         self._client: Any = client
         self._link = link
         self._stream = f"{link.stream}{gate}"

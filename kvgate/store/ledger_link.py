@@ -8,6 +8,8 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
+from redis.asyncio import RedisCluster
+
 from kvgate.store.errors import StoreUnavailable, store_errors
 from kvgate.store.ledger_scripts import Unset
 from kvgate.store.patience import within
@@ -15,9 +17,8 @@ from kvgate.store.patience import within
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from redis.asyncio import Redis
-
     from kvgate.ports import Clock
+    from kvgate.store.client import StoreClient
     from kvgate.store.ledger_scripts import LedgerScripts
 
 log = logging.getLogger("kvgate.ledger")
@@ -38,7 +39,7 @@ class LedgerLink:
         clock: seconds.
     """
 
-    def __init__(self, client: Redis, scripts: LedgerScripts, clock: Clock) -> None:
+    def __init__(self, client: StoreClient, scripts: LedgerScripts, clock: Clock) -> None:
         self._client: Any = client  # redis-py types every answer as "awaitable or not"
         self._scripts = scripts
         self._clock = clock
@@ -97,8 +98,15 @@ class LedgerLink:
             StoreUnavailable: the store failed.
         """
         async with _bounded("asking the store who it is"):
-            found = await self._client.info("server")
+            found = await self._client.info("server", **await self._holder())
         return str(found.get("run_id", ""))
+
+    async def _holder(self) -> dict[str, Any]:
+        """Of a cluster: the node that holds the ledger."""
+        if not isinstance(self._client, RedisCluster):
+            return {}
+        await self._client.initialize()
+        return {"target_nodes": self._client.get_node_from_key(self._scripts.prefix)}
 
     def fail(self, problem: str) -> None:
         """The store is out from now on."""

@@ -15,11 +15,10 @@ from kvgate.core.pool import KvPool
 from kvgate.store.errors import StoreUnavailable
 
 if TYPE_CHECKING:
-    from redis.asyncio import Redis
-
     from kvgate.core.ask import Size
     from kvgate.core.ledger import Reservation
     from kvgate.core.tenant import Quota
+    from kvgate.store.client import StoreClient
 
 STEPS = ("join", "reserve", "cancel", "claim", "settle", "renew", "register", "free", "resize", "leave", "view")
 
@@ -42,7 +41,7 @@ class LedgerScripts:
         clock: Lua that defines `now_ms`; tests have one of their own.
     """
 
-    def __init__(self, client: Redis, engine: str, *, clock: str | None = None) -> None:
+    def __init__(self, client: StoreClient, engine: str, *, clock: str | None = None) -> None:
         self._client: Any = client  # redis-py types every answer as "awaitable or not"
         self.prefix = f"{{kvgate:{engine}}}"
         head = f"{source('clock') if clock is None else clock}\n{source('common')}\n"

@@ -15,9 +15,8 @@ from kvgate.store.errors import StoreUnavailable, store_errors
 from kvgate.store.records import Names, text_of
 
 if TYPE_CHECKING:
-    from redis.asyncio import Redis
-
     from kvgate.ports import RequestRecord
+    from kvgate.store.client import StoreClient
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ class RecentSizes:
         timeout_s: for one step at the store.
     """
 
-    def __init__(self, client: Redis, *, names: Names | None = None, timeout_s: float = 2.0) -> None:
+    def __init__(self, client: StoreClient, *, names: Names | None = None, timeout_s: float = 2.0) -> None:
         self._client: Any = client  # redis-py types every answer as "awaitable or not"
         self._names = names or Names()
         self._timeout_s = timeout_s

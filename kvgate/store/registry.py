@@ -27,9 +27,8 @@ from kvgate.store.records import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from redis.asyncio import Redis
-
     from kvgate.core.tenant import Tenant
+    from kvgate.store.client import StoreClient
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -135,7 +134,7 @@ class Registry:
         timeout_s: for one step at the store.
     """
 
-    def __init__(self, client: Redis, *, names: Names | None = None, timeout_s: float = 2.0) -> None:
+    def __init__(self, client: StoreClient, *, names: Names | None = None, timeout_s: float = 2.0) -> None:
         self._client: Any = client  # redis-py types every answer as "awaitable or not"
         self._names = (names or Names()).all
         self._timeout_s = timeout_s

@@ -21,12 +21,11 @@ from kvgate.store.membership import Membership
 from kvgate.store.outage import Outage
 
 if TYPE_CHECKING:
-    from redis.asyncio import Redis
-
     from kvgate.core.foreign import Tally
     from kvgate.core.ledger import LedgerView, Reservation
     from kvgate.core.pool import KvPool
     from kvgate.ports import Clock
+    from kvgate.store.client import StoreClient
 
 POLL_S = 1.0
 """How often one who waits asks, in case its grant's push was lost."""
@@ -71,7 +70,7 @@ class SharedLedger:
         settings: the operator's.
     """
 
-    def __init__(self, client: Redis, engine: str, clock: Clock, settings: SharedSettings) -> None:
+    def __init__(self, client: StoreClient, engine: str, clock: Clock, settings: SharedSettings) -> None:
         self.link = LedgerLink(client, LedgerScripts(client, engine), clock)
         self._clock = clock
         self._settings = settings

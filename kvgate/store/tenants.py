@@ -15,10 +15,9 @@ from kvgate.store.registry import Registry
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from redis.asyncio import Redis
-
     from kvgate.core.tenant import Tenant
     from kvgate.ports import Clock
+    from kvgate.store.client import StoreClient
     from kvgate.store.registry import Applied, DeclaredTenant
 
 _log = logging.getLogger(__name__)
@@ -41,7 +40,12 @@ class ValkeyTenants:
     """
 
     def __init__(
-        self, client: Redis, *, names: Names | None = None, clock: Clock = time.monotonic, timeout_s: float = 2.0
+        self,
+        client: StoreClient,
+        *,
+        names: Names | None = None,
+        clock: Clock = time.monotonic,
+        timeout_s: float = 2.0,
     ) -> None:
         self._client: Any = client  # redis-py types every answer as "awaitable or not"
         self._registry = Registry(client, names=names, timeout_s=timeout_s)
