@@ -74,16 +74,21 @@ class Exchange:
         if outcome.counted is not None:
             record = replace(record, proof=outcome.counted.proof.value)
         if outcome.verdict is not None:
-            record = replace(_with_verdict(record, outcome.verdict), asked=self._asked(outcome))
+            record = self._with_sizes(_with_verdict(record, outcome.verdict), outcome)
         if isinstance(outcome, Admitted):
             record = _with_cost(record, outcome, self.recounted or outcome.counted, self.untold_tokens)
         return record
 
-    def _asked(self, outcome: Admitted | Rejected) -> Asked | None:
-        """The request's true sizes; None where only a bound was ever known."""
-        asked, counted = outcome.asked, outcome.counted
-        if asked is None or counted is None or counted.proof is not Proof.BOUND:
-            return asked
+    def _with_sizes(self, record: RequestRecord, outcome: Admitted | Rejected) -> RequestRecord:
+        """The request's true sizes, known by now also where a bound let it in; else none to judge it again by."""
+        if outcome.counted is None or outcome.counted.proof is not Proof.BOUND:
+            return replace(record, asked=outcome.asked)
+        asked = self._recounted(outcome)
+        return record if asked is None else replace(record, asked=asked, prompt_tokens=asked.prompts[0])
+
+    def _recounted(self, outcome: Admitted | Rejected) -> Asked | None:
+        if (asked := outcome.asked) is None:
+            return None
         told = outcome.receipt.told if isinstance(outcome, Admitted) else None
         if self.recounted is not None:
             return replace(asked, prompts=self.recounted.prompts)

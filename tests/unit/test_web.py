@@ -1268,6 +1268,8 @@ async def test_a_chat_by_a_bound_costs_what_the_engine_says(told: int, drift: in
         assert (found.get("x-kvgate-count"), found.get("x-kvgate-prompt-tokens-max")) == ("bound", "30")
         (record,) = listener.records
         assert (record.usage, record.count_drift_tokens, record.proof) == (Usage(told, 2), drift, "bound")
+        assert record.asked is not None
+        assert (record.prompt_tokens, record.asked.prompts) == (told, (told,))
         assert len(engine.erred) == drift
 
 
@@ -1281,7 +1283,7 @@ async def test_who_hangs_up_is_charged_for_the_prompt_and_not_for_its_bound() ->
             assert engine.counted == []
         await until(lambda: listener.records != [])
         (record,) = listener.records
-        assert (record.proof, record.usage, record.prompt_tokens) == ("bound", Usage(8, 1), 30)
+        assert (record.proof, record.usage, record.prompt_tokens) == ("bound", Usage(8, 1), 8)
 
 
 async def test_a_clamp_is_recorded_with_its_reason() -> None:
