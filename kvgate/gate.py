@@ -296,8 +296,13 @@ class _Held:
     prompts: tuple[int, ...] = ()
 
     def used_tokens(self) -> int | None:
-        """What the request took, where the answer told all of it; else what was reserved stays charged."""
+        """What the request took: what the answer told, or the output that passed before it was cut.
+
+        None where neither is known, as of a whole answer that nobody waited for: what was reserved stays charged.
+        """
         told = self.receipt.told
+        if told is None and self.receipt.events:
+            return sum(self.prompts) + self.receipt.events
         if told is None or told.untold:
             return None
         return told.usage.prompt_tokens + sum(self.prompts[told.prompts :]) + told.usage.output_tokens

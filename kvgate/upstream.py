@@ -73,6 +73,8 @@ class Connection(asyncio.Protocol):
         self._status = 0
         self._complete = True
         self._keep_alive = True
+        self.is_retired = False
+        """Whether its exchange is the last one, whatever the engine says."""
         self._lost: str | None = None
         self._stalled = False
         self._heard_at_s = 0.0
@@ -93,7 +95,8 @@ class Connection(asyncio.Protocol):
     @property
     def usable(self) -> bool:
         """Whether another exchange may start here."""
-        return self._lost is None and self._complete and self._keep_alive and not self._chunks
+        whole = self._lost is None and self._complete and not self._chunks
+        return whole and self._keep_alive and not self.is_retired
 
     # -- one exchange
 
@@ -398,8 +401,10 @@ class Upstream:
         for connection in [one for one in self._open if one.is_silent]:
             connection.stall(problem)
 
-    def forget_idle(self) -> None:
-        """Close what nobody uses, so that the next request asks the engine anew who it is."""
+    def retire(self) -> None:
+        """Use no connection again that there is now, so that the next request asks the engine anew who it is."""
+        for connection in list(self._open):
+            connection.is_retired = True
         for connection in list(self._idle):
             connection.close()
 

@@ -26,7 +26,6 @@ POOL_TOKENS = 1024
 SLOTS = 4
 PROMPT_WORDS = (40, 320)
 OUTPUT_TOKENS = (16, 120)
-ASKS_A_ROUND = 10
 WORDS = ("river", "stone", "green", "seven", "cloud", "paper", "music", "horse", "lemon", "alpha")
 TEMPLATE_TOKENS = 40
 
@@ -36,18 +35,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--gates", type=int, default=4)
+    parser.add_argument("--asks", type=int, default=10, help="requests a round")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    tenants = {f"t{at}": "queue_timeout_s = 600\n" for at in range(ASKS_A_ROUND)}
+    tenants = {f"t{at}": "queue_timeout_s = 600\n" for at in range(options.asks)}
     flags = ["-c", str(POOL_TOKENS), "-np", str(SLOTS), "--kv-unified", "--no-cache-prompt", "--cache-ram", "0"]
     with (
         tempfile.TemporaryDirectory(prefix="kvgate-attack-") as scratch,
         Fleet(Path(scratch), [*flags, "--no-cache-idle-slots"], options.gates, tenants) as fleet,
     ):
-        return asyncio.run(_attack(fleet, options.rounds, options.seed))
+        return asyncio.run(_attack(fleet, options.rounds, options.asks, options.seed))
 
 
-async def _attack(fleet: Fleet, rounds: int, seed: int) -> int:
+async def _attack(fleet: Fleet, rounds: int, asks: int, seed: int) -> int:
     worst = PROMPT_WORDS[1] + TEMPLATE_TOKENS + OUTPUT_TOKENS[1]
     safe = max(POOL_TOKENS // worst, 1)
     everything: dict[str, list[tuple[float, list[Heard]]]] = {"bare": [], "client": [], "kvgate": []}
@@ -55,13 +55,14 @@ async def _attack(fleet: Fleet, rounds: int, seed: int) -> int:
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         for number in range(rounds):
             draw = random.Random(seed * 1000 + number)
-            bodies = [_body(draw) for _ in range(ASKS_A_ROUND)]
+            bodies = [_body(draw) for _ in range(asks)]
             for kind, found in everything.items():
                 begun_s = time.monotonic()
                 heard = await _round(kind, fleet, session, bodies, safe)
                 found.append((time.monotonic() - begun_s, heard))
             print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
     fleet.until_empty(60)
+    print(f"\none KV cache of {POOL_TOKENS} tokens, {SLOTS} slots; {asks} requests a round\n")
     return _report(everything, safe, len(fleet.members))
 
 
@@ -95,7 +96,6 @@ def _report(everything: dict[str, list[tuple[float, list[Heard]]]], safe: int, g
         "client": f"client-side limit, {safe} at once",
         "kvgate": f"kvgate, {gates} gates",
     }
-    print(f"\none KV cache of {POOL_TOKENS} tokens, {SLOTS} slots; {ASKS_A_ROUND} requests a round\n")
     print(f"{'':<28} {'answered':>9} {'overflowed':>11} {'other':>6} {'tokens/s':>9}")
     rates, overflows = {}, Counter[str]()
     for kind, rounds in everything.items():

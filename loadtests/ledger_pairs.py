@@ -50,7 +50,7 @@ class Bench:
         beside = asyncio.create_task(ledger.run())
 
         async def client(number: int) -> None:
-            for _ in range(self.pairs // at_once):
+            for _ in range(max(self.pairs // at_once, 1)):
                 reservation = self.reservation(f"t{number}")
                 assert isinstance(await ledger.reserve(reservation, POOL), Lease)
                 ledger.hand_over(reservation.lease_id)
@@ -59,7 +59,7 @@ class Bench:
         await client(0) if at_once == 1 else None  # connections and scripts are there
         begun, client_s, server_s = time.perf_counter(), time.process_time(), await self.server_s()
         await asyncio.gather(*(client(number) for number in range(at_once)))
-        took_s, pairs = time.perf_counter() - begun, self.pairs // at_once * at_once
+        took_s, pairs = time.perf_counter() - begun, max(self.pairs // at_once, 1) * at_once
         client_us = (time.process_time() - client_s) / pairs * 1e6
         server_us = (await self.server_s() - server_s) / pairs * 1e6
         print(

@@ -23,19 +23,25 @@ SUMMED: Final = ("in_flight", "upstream_connections", "tasks")
 
 async def ask(socket: Path, path: str) -> bytes | None:
     """One worker's answer, whatever its status; None where it does not answer."""
+    found = await send(socket, "GET", path)
+    return None if found is None else found[1]
+
+
+async def send(socket: Path, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes] | None:
+    """Status and body of one worker's answer; None where it does not answer."""
     connector = aiohttp.UnixConnector(str(socket))
     timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
     try:
         async with (
             aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
-            session.get(f"http://worker{path}") as answer,
+            session.request(method, f"http://worker{path}", data=body) as answer,
         ):
-            return await answer.read()
+            return answer.status, await answer.read()
     except (aiohttp.ClientError, OSError, TimeoutError):
         return None
 
 
-def merged_app(workers: Mapping[int, Path]) -> web.Application:
+def merged_app(workers: Mapping[int, Path], body_bytes_max: int) -> web.Application:
     """The operator's application over these workers, by number; see `admin.listener.admin_app`.
 
     A worker that does not answer is a warning as long as another serves.
@@ -60,11 +66,20 @@ def merged_app(workers: Mapping[int, Path]) -> web.Application:
         body = merged_status(_documents(await everyone("/status")))
         return web.json_response(body, dumps=lambda value: json.dumps(value, indent=2) + "\n")
 
-    app = web.Application()
+    async def explain(request: web.Request) -> web.Response:
+        """Any worker's word: they share tenants, engine and ledger."""
+        body = await request.read()
+        for socket in workers.values():
+            if (found := await send(socket, "POST", request.raw_path, body)) is not None:
+                return web.Response(status=found[0], body=found[1], content_type="application/json")
+        return web.json_response({"problem": "no worker answers"}, status=503)
+
+    app = web.Application(client_max_size=body_bytes_max)
     app.router.add_get("/healthz", healthz)
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/metrics", exposition)
     app.router.add_get("/status", status)
+    app.router.add_post("/explain", explain)
     return app
 
 

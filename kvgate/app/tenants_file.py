@@ -39,6 +39,7 @@ class TenantsFile:
         self._tenants = tenants
         self.reload = asyncio.Event()
         self.problem: str | None = None
+        self._declared: frozenset[str] = frozenset()
 
     async def apply(self) -> None:
         """Make the store hold what the file declares.
@@ -60,7 +61,10 @@ class TenantsFile:
         self.problem = None
 
     async def watch(self) -> None:
-        """Apply the file again whenever there is reason to, until cancelled. A store may come back empty."""
+        """Apply the file again whenever there is reason to, until cancelled.
+
+        A store may come back empty, or be emptied while it runs.
+        """
         seen, stale = _mtime(self._path), False
         while True:
             was_stale, stale = stale, self._tenants.stale_since is not None
@@ -68,7 +72,7 @@ class TenantsFile:
                 async with asyncio.timeout(POLL_S):
                     await self.reload.wait()
             except TimeoutError:
-                if _mtime(self._path) == seen and not (was_stale and not stale):
+                if _mtime(self._path) == seen and not (was_stale and not stale) and not self._is_lost():
                     continue
             self.reload.clear()
             seen = _mtime(self._path)
@@ -79,15 +83,24 @@ class TenantsFile:
                 extra = {"problem": self.problem}
                 log.warning("the tenants file was not applied, the last one stays in force", extra=extra)
 
+    def _is_lost(self) -> bool:
+        """Whether the store has forgotten what this file declares, though it answers."""
+        return self._tenants.stale_since is None and not self._declared <= set(self._tenants.names())
+
     async def _apply(self, path: Path) -> None:
         declared = load_tenants(path)
-        if not declared and self._tenants.names():
-            # An editor that truncates before it writes would revoke everybody for a moment.
-            await asyncio.sleep(POLL_S)
-            declared = load_tenants(path)
+        if not declared and (lost := await self._tenants.would_remove(self._owner)):
+            # An editor or a deployment that truncates first would revoke everybody, minted keys for good.
+            owner = f" --owner {self._owner}"
+            raise NotApplied(
+                f"{path} declares no tenant at all, which would remove {', '.join(lost[:5])}"
+                f"{' and others' if len(lost) > 5 else ''} with their keys. Where that is meant: "
+                f"kvgate tenants apply {path}{owner}"
+            )
         sections = {name: DeclaredTenant(tenant, keys) for name, (tenant, keys) in declared.items()}
         async with asyncio.timeout(STORE_TIMEOUT_S):
             applied = await self._tenants.apply(sections, source=self._owner)
+        self._declared = frozenset(sections)
         extra = {
             "file": str(path),
             "added": len(applied.added),

@@ -85,7 +85,7 @@ class Workers:
             ]
             stack.push_async_callback(self._end, keepers)
             if await self._all_answer(sockets):
-                runner = web.AppRunner(merged_app(sockets), access_log=None)
+                runner = web.AppRunner(merged_app(sockets, self._settings.http.body_bytes_max), access_log=None)
                 admin_url = await open_listener(stack, runner, self._settings.admin_listen)
                 extra = {"url": url, "admin_url": admin_url, "workers": len(sockets)}
                 log.info("listening", extra=extra)

@@ -159,7 +159,8 @@ def _commands_of(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         yield "| argument | meaning |\n|---|---|"
         for action in parser._actions:  # noqa: SLF001 - argparse shows them nowhere else
             if not isinstance(action, argparse._HelpAction) and action.help != argparse.SUPPRESS:  # noqa: SLF001
-                yield f"| `{_spelled(action)}` | {action.help} |"
+                meaning = (action.help or "").replace("%(default)s", str(action.default))
+                yield f"| `{_spelled(action)}` | {meaning} |"
 
 
 def _spelled(action: argparse.Action) -> str:

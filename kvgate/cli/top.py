@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import time
@@ -50,7 +51,7 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
         if options.json:
             print(json.dumps(status))
         else:
-            size = shutil.get_terminal_size()
+            size = shutil.get_terminal_size() if live else os.terminal_size((10_000, 0))
             tenants = size.lines - ROWS_BESIDE_TENANTS if live else len(_tenants(status))
             print((CLEAR if live else "") + frame(status, size.columns, max(tenants, 1)), flush=True)
         if not live:

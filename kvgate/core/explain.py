@@ -176,12 +176,14 @@ def _ledger_now(size: Size, pool: KvPool, tenant: Tenant, view: LedgerView) -> s
         waits.append(f"the tenant runs {mine} of its {quota.concurrency_max} sequences")
     if quota.kv_tokens_max is not None and mine_cells + cells > quota.kv_tokens_max:
         waits.append(f"the tenant holds {mine_cells} of its {quota.kv_tokens_max} cells")
+    minute = quota.requests_per_minute is not None or quota.tokens_per_minute is not None
+    unseen = "; what the tenant's minute says is not looked at" if minute else ""
     if not waits:
-        return "it would run at once"
+        return f"it would run at once{unseen}"
     mine_waiting = dict(view.waiting_by_tenant).get(tenant.name, 0)
     if mine_waiting >= quota.queue_max:
         return f"it would be refused: the tenant's queue of {quota.queue_max} is full ({'; '.join(waits)})"
-    return f"it would wait, {quota.queue_timeout_s:g} s at most: {'; '.join(waits)}"
+    return f"it would wait, {quota.queue_timeout_s:g} s at most: {'; '.join(waits)}{unseen}"
 
 
 def as_json(found: Explained) -> dict[str, Any]:

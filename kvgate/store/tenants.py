@@ -75,6 +75,10 @@ class ValkeyTenants:
         """The names of all tenants, sorted."""
         return tuple(sorted(self._snapshot.by_name))
 
+    async def would_remove(self, source: str) -> tuple[str, ...]:
+        """The tenants of this owner, which applying an empty declaration would remove."""
+        return tuple(change.name for change in (await self._registry.apply({}, source, dry_run=True)).removed)
+
     async def apply(self, declared: Mapping[str, DeclaredTenant], source: str) -> Applied:
         """As `Registry.apply`, and then a refresh."""
         applied = await self._registry.apply(declared, source)

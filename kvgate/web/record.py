@@ -65,8 +65,6 @@ class Exchange:
         outcome = self.outcome
         if outcome is None:
             return record
-        if isinstance(outcome, Rejected):
-            record = replace(record, verdict="reject")
         if outcome.request is not None:
             record = replace(record, stream=outcome.request.ask.stream, sequences=outcome.request.ask.sequences)
         if outcome.profile is not None:
@@ -75,6 +73,8 @@ class Exchange:
             record = replace(record, proof=outcome.counted.proof.value)
         if outcome.verdict is not None:
             record = self._with_sizes(_with_verdict(record, outcome.verdict), outcome)
+        if isinstance(outcome, Rejected):  # also by the ledger, after the arithmetic let it through
+            record = replace(record, verdict="reject")
         if isinstance(outcome, Admitted):
             record = _with_cost(record, outcome, self.recounted or outcome.counted, self.untold_tokens)
         return record

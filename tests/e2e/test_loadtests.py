@@ -24,3 +24,33 @@ def test_the_counting_benchmark_runs(start_engine: StartEngine) -> None:
         assert f"{proof:10} in force" in done.stdout
     header, *rows = done.stdout.splitlines()[-3:]
     assert [len(row.split("|")) for row in rows] == [len(header.split("|"))] * 2
+
+
+def ran(*command: str, timeout_s: float) -> str:
+    """What it prints; its exit status must say that all held."""
+    done = subprocess.run(
+        [sys.executable, "-m", *command], capture_output=True, text=True, check=False, timeout=timeout_s
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(400)
+def test_the_attack_on_a_shared_cache_runs_and_overflows_nothing() -> None:
+    """One round over two gates; the bare engine beside them shows what is guarded against."""
+    said = ran("loadtests.attack", "--rounds", "1", "--gates", "2", "--asks", "4", timeout_s=380)
+    rows = {line.split("  ")[0]: line.split()[-4:] for line in said.splitlines() if line[:6] in {"bare e", "kvgate"}}
+    assert rows["kvgate, 2 gates"][:3] == ["4", "0", "0"]
+    assert "x that of the client-side limit" in said
+
+
+@pytest.mark.timeout(400)
+def test_chaos_runs_and_leaves_nothing_held() -> None:
+    """Three random kills; then the ledger is empty on every gate and every slot idle."""
+    said = ran("loadtests.chaos", "--kills", "3", "--gates", "2", timeout_s=380)
+    assert "the ledger is empty on every gate and every slot is idle" in said
+    assert "0 overflows at the engine" in said
+
+
+def test_the_benchmark_of_the_ledger_runs() -> None:
+    assert "pairs" in ran("loadtests.ledger_pairs", "--pairs", "40", "--waiting", "0,20", timeout_s=150)

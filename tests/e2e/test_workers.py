@@ -48,6 +48,15 @@ async def test_they_share_one_ledger_and_are_counted_as_one(gate: RunningGate) -
     assert (ready["ready"], ready["problems"], ready["workers"]) == (True, [], 2)
 
 
+async def test_what_a_body_would_get_any_of_them_explains(gate: RunningGate) -> None:
+    """Through the one operator's address, like everything else of it."""
+    url = gate.admin_url
+    answer = await post(url, chat(max_tokens=1), key=None, path="/explain?tenant=demo")
+    assert (answer.status, answer.json["verdict"]) == (200, "admit")
+    unknown = await post(url, chat(max_tokens=1), key=None, path="/explain?tenant=nobody")
+    assert (unknown.status, unknown.json["problem"]) == (404, "there is no tenant 'nobody'")
+
+
 async def test_one_that_ends_is_started_again(gate: RunningGate) -> None:
     """Its address stays served meanwhile; what it held comes back by itself."""
     victim, other = await asyncio.to_thread(pids, gate)

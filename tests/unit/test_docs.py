@@ -66,7 +66,7 @@ def test_the_readmes_commands_are_commands(capsys: pytest.CaptureFixture[str]) -
     }
     assert {"serve", "check", "tenants apply", "keys create", "keys revoke"} <= set(shown)
     assert shown["serve"]
-    assert shown["tenants apply"] == {"--dry-run"}
+    assert shown["tenants apply"] == {"--dry-run", "--owner"}
     for command, flags in shown.items():
         with pytest.raises(SystemExit):
             main([*command.split(), "--help"])

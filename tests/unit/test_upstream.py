@@ -769,13 +769,14 @@ async def test_no_timer_outlives_its_answer(engine: FakeEngine) -> None:
         assert again._silence is None
 
 
-async def test_forgetting_the_idle_makes_the_next_ask_who_is_there(engine: FakeEngine) -> None:
+async def test_after_a_retirement_everybody_is_asked_who_they_are(engine: FakeEngine) -> None:
+    """What is idle is closed; what is in use ends its exchange, and is not used again."""
     async with upstream_to(engine.url) as upstream:
         used, idle = await upstream.open(), await upstream.open()
         idle.release()
-        upstream.forget_idle()
-        assert (idle.usable, used.usable) == (False, True)
+        upstream.retire()
         await until(lambda: upstream.open_connections == 1)
-        (await upstream.open()).release()
+        assert (await exchange(used))[0].status == 200
         used.release()
+        assert await upstream.open() is not used
     assert len(engine.asked("/props")) == 3

@@ -1476,7 +1476,7 @@ async def test_what_came_as_far_as_the_arithmetic_can_be_judged_again() -> None:
         await listener.ask(body=chat(PROMPT, max_tokens=500), headers=f"x-api-key: {OTHER_KEY}\r\n")
         pool = profile().pool()
         assert [(record.verdict, record.reason, record.asked) for record in listener.records] == [
-            ("admit", "queue_full", Asked(5, 1, (1000,), 1, pool)),
+            ("reject", "queue_full", Asked(5, 1, (1000,), 1, pool)),
             ("admit", "", Asked(None, 2, (1000,), 1, pool)),
             ("clamp", "generation_overflow", Asked(500, 1, (1000,), 1, pool)),
             ("reject", "generation_overflow", Asked(500, 1, (1000,), 1, pool)),

@@ -137,7 +137,7 @@ class LlamaCpp:
         self._settings = settings
         self.upstream.idle_timeout_s = settings.idle_timeout_s
         self._seen = None
-        self.upstream.forget_idle()
+        self.upstream.retire()
 
     @property
     def profile(self) -> EngineProfile | None:
