@@ -81,7 +81,8 @@ async def test_nobody_waits_for_an_engine_that_is_gone(engine: EngineProcess, st
     turned_away = await queued
     assert (turned_away.status, turned_away.error["code"]) == (503, "engine_unreachable")
     assert time.monotonic() - begun < 8
-    assert "Connect call failed" in gate.log_lines("the engine does not serve")[-1]["cause"]
+    cause = gate.log_lines("the engine does not serve")[-1]["cause"]
+    assert any(said in cause for said in ("Connect call failed", "ConnectionReset", "closed the connection")), cause
     engine.start()
     assert (await post(gate.url, chat(max_tokens=1))).status == 200
     assert gate.wait_until_empty(10)["ledger"]["drains_overdue"] == 0

@@ -138,6 +138,7 @@ async def test_a_dry_run_knows_what_the_gates_have_seen(start_gate: StartGate, t
             "would_reject": 2,
             "reasons": {"generation_overflow": 2},
             "would_clamp": 0,
+            "would_trim": 0,
             "prompt_tokens_max": prompt,
         }
         assert replay["then"]["reasons"] == {"generation_overflow": 4}
