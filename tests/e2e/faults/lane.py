@@ -121,6 +121,8 @@ tenants = "{tenants}"
 url = "{engine.url}"
 kv_topology = "divided"
 idle_timeout_s = {IDLE_TIMEOUT_S}
+# What goes wrong while the engine counts must have it count.
+counting = "engine"
 [store]
 url = "{store_url}"
 [http]
