@@ -112,8 +112,8 @@ class SlotsLedger(Protocol):
     def draining(self) -> asyncio.Event:
         """Set while anything drains."""
 
-    async def observe(self, seen: SlotsSeen) -> None:
-        """A look at the engine's slots."""
+    async def observe(self, seen: SlotsSeen) -> Tally | None:
+        """A look at the engine's slots; the tally when it was read, before it ended any drain."""
 
     async def expire(self) -> None:
         """Have time's own work done."""
@@ -174,17 +174,15 @@ class SlotsWatch:
                 log.warning("the slots cannot be looked at, drains wait", extra={"problem": str(problem)})
             self._blind = True
             self._note(self.foreign.unseen(self._clock()))
-            seen = None
-        else:
-            self._blind = False
+            await self._ledger.expire()
+            return
+        self._blind = False
         if seen is None:
             await self._ledger.expire()
             return
-        await self._compare(len(seen.busy), asked, seen.asked_at_s)
-        await self._ledger.observe(seen)
+        self._compare(len(seen.busy), asked, await self._ledger.observe(seen), seen.asked_at_s)
 
-    async def _compare(self, busy: int, asked: Tally | None, asked_at_s: float) -> None:
-        answered = await self._ledger.tally()
+    def _compare(self, busy: int, asked: Tally | None, answered: Tally | None, asked_at_s: float) -> None:
         if asked is None or answered is None or answered.granted < asked.granted:  # another ledger, or none
             self._note(self.foreign.unseen(self._clock()))
         else:

@@ -181,18 +181,26 @@ class SharedLedger:
 
     # -- what the app tells and asks
 
-    async def observe(self, seen: SlotsSeen) -> None:
-        """A look at the engine's slots: ends the drains, of any gate, that it proves to be over."""
+    async def observe(self, seen: SlotsSeen) -> Tally | None:
+        """A look at the engine's slots: ends the drains, of any gate, that it proves to be over.
+
+        What it gives is the `tally` from before they ended.
+        """
         if self._outage is not None:
             self._outage.ledger.observe(seen)
             self._outage.ledger.expire()
             self._member.show_drains(self._outage.ledger.draining.is_set())
-            return
+            return None
+        if not self._member.joined:
+            return None
+        tally = None
         with contextlib.suppress(StoreUnavailable):
             facts = await self._member.renew()
+            tally = self._member.tally
             at_server = replace(seen, asked_at_s=self.link.server_time_s(seen.asked_at_s))
             if over := self._watch.observe(facts, at_server):
                 self._member.wake_granted(await self.link.step("free", ids=list(over)))
+        return tally
 
     async def expire(self) -> None:
         """Have time's own work done: leases that ran out, drains that lasted too long."""

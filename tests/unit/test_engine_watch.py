@@ -306,9 +306,11 @@ class HeldHere(SlotsLedger):
     def draining(self) -> asyncio.Event:
         return self.local.draining
 
-    async def observe(self, seen: SlotsSeen) -> None:
+    async def observe(self, seen: SlotsSeen) -> Tally | None:
+        tally = await self.tally()
         self.local.observe(seen)
         self.local.expire()
+        return tally
 
     async def expire(self) -> None:
         self.local.expire()
