@@ -23,8 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given, command = given[:at], given[at + 1 :]
     parser, _ = parsers()
     options = parser.parse_args(given)
-    if command and options.command != "serve":
-        parser.error(f"only serve runs an engine after --, not {options.command}")
+    if command and options.command not in {"serve", "check"}:
+        parser.error(f"only serve and check take a command line after --, not {options.command}")
     try:
         return int(options.run(options, command))
     except KeyboardInterrupt:
