@@ -66,16 +66,6 @@ def test_a_healthy_engine_and_its_gate(divided: EngineProcess, start_gate: Start
     assert "== the engine: 1 of 2 slots" in done.stderr
 
 
-def test_a_gate_that_clamps_says_so(
-    divided: EngineProcess, start_gate: StartGate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = ["--engine-log", str(divided.log_path)]
-    gate = start_gate(divided.url, tenants={"demo": 'on_overflow = "clamp"'}, flags=log)
-    monkeypatch.setenv("PROBE_KEY", "sk-demo")
-    done = probe("--gate", gate.url, "--key-env", "PROBE_KEY")
-    assert (done.returncode, verdicts(done)) == (0, [("gate", 1, "clamped"), ("gate", 2, "clamped")])
-
-
 def test_a_shared_pool_kills_all_at_once(unified: EngineProcess) -> None:
     """One slot alone is fine, both die together, and what to set is said with the engine's figures."""
     done = probe("--upstream", unified.url)
@@ -88,12 +78,12 @@ def test_a_shared_pool_kills_all_at_once(unified: EngineProcess) -> None:
 def test_a_gate_before_the_shared_pool_makes_it_safe(
     unified: EngineProcess, start_gate: StartGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who has to wait waits; where nothing may, the probe is turned away, and names the settings."""
-    tenants = {"patient": "", "hasty": "queue_max = 0"}
+    """Who has to wait waits, and is clamped aloud; where nothing may wait the probe is told so, with the settings."""
+    tenants = {"patient": 'on_overflow = "clamp"', "hasty": "queue_max = 0"}
     gate = start_gate(unified.url, tenants=tenants, config='[engine]\nkv_topology = "unified"\n')
     monkeypatch.setenv("PROBE_KEY", "sk-patient")
     patient = probe("--gate", gate.url, "--key-env", "PROBE_KEY")
-    assert (patient.returncode, verdicts(patient)[-1]) == (0, ("gate", 2, "completes"))
+    assert (patient.returncode, verdicts(patient)) == (0, [("gate", 1, "clamped"), ("gate", 2, "clamped")])
     monkeypatch.setenv("PROBE_KEY", "sk-hasty")
     hasty = probe("--gate", gate.url, "--key-env", "PROBE_KEY")
     assert (hasty.returncode, verdicts(hasty)[-1]) == (1, ("gate", 2, "turned-away"))
