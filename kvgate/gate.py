@@ -277,7 +277,7 @@ class Gate:
             reservation = Reservation(held.lease_id, PROBE_TENANT, PROBE_QUOTA, PROBE_SIZE)
             if isinstance(await self._ledger.reserve(reservation, pool), Denied):
                 return  # found out nothing: the next request tries again
-            held.line = await self._engine.open()
+            held.line = await self._engine.open(fresh=True)
             try:
                 self._ledger.hand_over(held.lease_id)
                 await self._engine.probe_reuse(held.line)

@@ -267,7 +267,7 @@ class Engine(Protocol):
             Refused: as `count`.
         """
 
-    async def open(self) -> Line:
+    async def open(self, *, fresh: bool = False) -> Line:
         """A connection for one inference.
 
         Raises:
