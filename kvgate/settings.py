@@ -19,7 +19,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from kvgate.core.tenant import Limits, OnOverflow, Quota, Tenant, TrimSide, TrimStrategy
+from kvgate.core.tenant import Limits, LoopGuard, OnOverflow, Quota, Tenant, TrimSide, TrimStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -224,6 +224,11 @@ class TenantSection(_Section):
         description="Limit. Tokens, at 4 bytes each, in whose multiples history is dropped, so that the kept prefix "
         "stays the same for several turns; 0 drops no more than needed.",
     )
+    loop_guard: LoopGuard = Field(
+        LoopGuard.OBSERVE,
+        description="Limit. What to do about an answer that repeats itself over and over: `off`, `observe` (count "
+        "it) or `stop` its stream (docs/loops.md).",
+    )
     concurrency_max: int | None = Field(None, ge=1, description="Quota. Sequences that run at once.")
     kv_tokens_max: int | None = Field(None, ge=1, description="Quota. KV tokens held at once.")
     queue_max: int = Field(64, ge=0, description="Quota. Requests that may wait.")
@@ -250,6 +255,7 @@ class TenantSection(_Section):
                 trim_side=self.trim_side,
                 trim_room_tokens=self.trim_room_tokens,
                 trim_stride_tokens=self.trim_stride_tokens,
+                loop_guard=self.loop_guard,
             ),
             quota=Quota(
                 concurrency_max=self.concurrency_max,
