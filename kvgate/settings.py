@@ -113,6 +113,17 @@ class StoreSettings(_Section):
     )
 
 
+class ReportSettings(_Section):
+    """What is kept of each request for `kvgate report`; no text of it."""
+
+    keep_s: int = Field(
+        24 * 3600, ge=0, description="Seconds for which a request's report is kept in the store; 0 keeps none."
+    )
+    kept_max: int = Field(
+        20_000, ge=0, description="Reports kept at most, of all tenants; the oldest go. About a kilobyte each."
+    )
+
+
 class HttpSettings(_Section):
     """The tenants' side of the gate."""
 
@@ -157,6 +168,7 @@ class Settings(BaseSettings):
     engine: EngineSettings = Field(EngineSettings(), description="The engine.")
     store: StoreSettings = Field(StoreSettings(), description="The store.")
     http: HttpSettings = Field(HttpSettings(), description="The tenants' side.")
+    report: ReportSettings = Field(ReportSettings(), description="What is kept of each request.")
 
     @model_validator(mode="after")
     def _two_listeners(self) -> Self:
