@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export KVGATE_CACHE ?= $(CURDIR)/.cache
 
 .DEFAULT_GOAL := help
-.PHONY: help run demo test check lint unit e2e docs clean
+.PHONY: help run demo test check lint unit e2e bench docs clean
 
 help:  ## Print this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ unit: $(VENV)/dev.stamp
 
 e2e: $(VENV)/dev.stamp
 	@$(BIN)/python -m pytest tests/e2e
+
+bench: $(VENV)/dev.stamp  ## Compare what nginx, kvgate, aiohttp and LiteLLM cost, in ten minutes; OPTIONS="--quick" (docs/performance.md)
+	@$(BIN)/python -m loadtests.bench $(OPTIONS)
 
 docs: $(VENV)/dev.stamp  ## Write docs/reference.md and docs/faults.md anew from the code
 	@$(BIN)/python -m kvgate.cli.reference > docs/reference.md
