@@ -47,9 +47,10 @@ e2e: $(VENV)/dev.stamp
 bench: $(VENV)/dev.stamp  ## Compare what nginx, kvgate, aiohttp and LiteLLM cost, in ten minutes; OPTIONS="--quick" (docs/performance.md)
 	@$(BIN)/python -m loadtests.bench $(OPTIONS)
 
-docs: $(VENV)/dev.stamp  ## Write docs/reference.md and docs/faults.md anew from the code
+docs: $(VENV)/dev.stamp  ## Write docs/reference.md, docs/faults.md, rules and dashboards anew from the code
 	@$(BIN)/python -m kvgate.cli.reference > docs/reference.md
 	@$(BIN)/python -m tests.e2e.faults.render > docs/faults.md
+	@$(BIN)/python -m deploy.generate
 
 clean:  ## Remove what the other targets made
 	@rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
