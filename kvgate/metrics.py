@@ -137,10 +137,11 @@ class Metrics:
         ready: Callable[[], bool],
         connections: Callable[[], int],
         store_out: Callable[[], bool] = lambda: False,
+        *,
         context_tokens_min: Callable[[], int | None] = lambda: None,
     ) -> None:
         """Read these at each scrape."""
-        state = _State(profile, ledger, ready, connections, store_out, context_tokens_min)
+        state = _State(profile, ledger, ready, connections, store_out, context_tokens_min=context_tokens_min)
         self._states.append(state)
         self.registry.register(state)
 
@@ -221,6 +222,7 @@ class _State:
         ready: Callable[[], bool],
         connections: Callable[[], int],
         store_out: Callable[[], bool],
+        *,
         context_tokens_min: Callable[[], int | None],
     ) -> None:
         self._profile, self._ledger = profile, ledger

@@ -175,7 +175,9 @@ class App:
         ready = lambda: not health.problems()  # noqa: E731 - likewise
         store_out = lambda: health.ledger.is_out  # noqa: E731 - likewise
         least = lambda: health.settings.engine.context_tokens_min  # noqa: E731 - likewise
-        self._metrics.watch(lambda: self._engine.profile, health.ledger.view, ready, connections, store_out, least)
+        self._metrics.watch(
+            lambda: self._engine.profile, health.ledger.view, ready, connections, store_out, context_tokens_min=least
+        )
         self._metrics.watch_life(lambda: self._life.life.state, lambda: health.slots.foreign)
         told = admin_app(
             self._metrics,

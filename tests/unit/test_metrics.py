@@ -217,7 +217,7 @@ def test_the_least_context_is_the_setting_that_is_in_force() -> None:
     """Read at each scrape, since a reload may change it; 0 where there is none."""
     least: int | None = None
     metrics = Metrics()
-    metrics.watch(lambda: None, lambda: None, lambda: True, lambda: 0, lambda: False, lambda: least)
+    metrics.watch(lambda: None, lambda: None, lambda: True, lambda: 0, context_tokens_min=lambda: least)
     assert value(metrics, "kvgate_engine_context_min_tokens") == 0
     least = 4096
     assert value(metrics, "kvgate_engine_context_min_tokens") == 4096
