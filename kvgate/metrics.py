@@ -152,9 +152,11 @@ class Metrics:
         ready: Callable[[], bool],
         connections: Callable[[], int],
         store_out: Callable[[], bool] = lambda: False,
+        *,
+        context_tokens_min: Callable[[], int | None] = lambda: None,
     ) -> None:
         """Read these at each scrape."""
-        state = _State(profile, ledger, ready, connections, store_out)
+        state = _State(profile, ledger, ready, connections, store_out, context_tokens_min=context_tokens_min)
         self._states.append(state)
         self.registry.register(state)
 
@@ -235,8 +237,11 @@ class _State:
         ready: Callable[[], bool],
         connections: Callable[[], int],
         store_out: Callable[[], bool],
+        *,
+        context_tokens_min: Callable[[], int | None],
     ) -> None:
         self._profile, self._ledger = profile, ledger
+        self._context_tokens_min = context_tokens_min
         self._ready, self._connections, self._store_out = ready, connections, store_out
 
     def describe(self) -> Iterator[Metric]:
@@ -253,6 +258,11 @@ class _State:
         )
         yield GaugeMetricFamily(
             "kvgate_upstream_connections", "Open connections to the engine.", value=self._connections()
+        )
+        yield GaugeMetricFamily(
+            "kvgate_engine_context_min_tokens",
+            "Tokens that a slot must hold: engine.context_tokens_min, 0 where none is set.",
+            value=self._context_tokens_min() or 0,
         )
         if (profile := self._profile()) is not None:
             yield from _engine(profile)
@@ -349,4 +359,10 @@ def _ledger(view: LedgerView) -> Iterator[Metric]:
         "kvgate_drains_overdue",
         "Drains ended by time because the engine never showed the slot idle, since start.",
         value=view.drains_overdue,
+    )
+    yield GaugeMetricFamily(
+        "kvgate_leases_expired",
+        "Leases that ran out because their gate was not heard of (it crashed, hung, or lost the store), since start, "
+        "of all gates that share the ledger.",
+        value=view.leases_expired,
     )

@@ -177,7 +177,10 @@ class App:
         connections = lambda: self._engine.upstream.open_connections  # noqa: E731 - one expression, handed on at once
         ready = lambda: not health.problems()  # noqa: E731 - likewise
         store_out = lambda: health.ledger.is_out  # noqa: E731 - likewise
-        self._metrics.watch(lambda: self._engine.profile, health.ledger.view, ready, connections, store_out)
+        least = lambda: health.settings.engine.context_tokens_min  # noqa: E731 - likewise
+        self._metrics.watch(
+            lambda: self._engine.profile, health.ledger.view, ready, connections, store_out, context_tokens_min=least
+        )
         self._metrics.watch_life(lambda: self._life.life.state, lambda: health.slots.foreign)
         told = admin_app(
             self._metrics,

@@ -163,6 +163,7 @@ def view_of(found: dict[str, Any]) -> LedgerView:
         waiting_by_tenant=column("waiting"),
         held_tokens_by_tenant=column("cells", "running", "draining"),
         drains_overdue=int(found["overdue"]),
+        leases_expired=int(found["expired"]),
     )
 
 
