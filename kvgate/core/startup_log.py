@@ -98,7 +98,7 @@ class StartupLog:
         """Read further lines, in order."""
         for line in lines:
             if len(line) <= LINE_CHARS_MAX:
-                for sentence in _sentences(line):
+                for sentence in sentences(line):
                     self._feed(sentence)
 
     def _feed(self, line: str) -> None:
@@ -186,7 +186,7 @@ class StartupLog:
         self._is_adding = True
 
 
-def _sentences(line: str) -> list[str]:
+def sentences(line: str) -> list[str]:
     """What a log line says: itself, or the texts of a line that is a JSON object."""
     if not line.startswith("{"):
         return [line]
