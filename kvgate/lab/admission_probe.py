@@ -139,14 +139,15 @@ class _Bench:
         )
         prompts = [await prompt_of(self.asked, prompt_tokens, seed) for seed in range(at_once)]
         heard = await asyncio.gather(*(self.asked.complete(prompt, asked_tokens) for prompt in prompts))
-        seen = [_seen(one, asked_tokens, room, by_gate=self.by_gate) for one in heard]
+        seen = [seen_of(one, asked_tokens, room, by_gate=self.by_gate) for one in heard]
         verdicts = judge(seen, self.pace, control_loops=self.control_loops)
         self.say(f"{name}: {', '.join(sorted({verdict.label for verdict in verdicts}))}")
         target = "gate" if self.by_gate else "engine"
         return Run(target, at_once, prompt_tokens, asked_tokens, tuple(verdicts), tuple(heard))
 
 
-def _seen(heard: Heard, asked_tokens: int, room_tokens: int, *, by_gate: bool) -> Seen:
+def seen_of(heard: Heard, asked_tokens: int, room_tokens: int, *, by_gate: bool) -> Seen:
+    """An answer as the verdicts look at it."""
     return Seen(
         status=heard.status,
         pieces=heard.pieces,

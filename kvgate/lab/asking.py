@@ -128,13 +128,13 @@ class Asked:
             raise CannotAsk(f"{self.name} at {self.url} answers {path} with {status}: {_problem(answer)[0]}")
         return answer
 
-    async def tokens_of(self, text: str) -> list[int]:
-        """A text's token ids, with the BOS that a real prompt would get.
+    async def tokens_of(self, text: str, *, inside: bool = False) -> list[int]:
+        """A text's token ids, with the BOS that a real prompt would get; none where it stands inside of one.
 
         Raises:
             CannotAsk: as `get`.
         """
-        answer = await self.post("/tokenize", {"content": text, "add_special": True})
+        answer = await self.post("/tokenize", {"content": text, "add_special": not inside})
         tokens = answer.get("tokens") if isinstance(answer, dict) else None
         if not isinstance(tokens, list):
             raise CannotAsk(f"{self.name} at {self.url} has no tokenizer")
