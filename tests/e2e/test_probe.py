@@ -65,6 +65,8 @@ def test_a_healthy_engine_and_its_gate(divided: EngineProcess, start_gate: Start
         ("gate", 2, "completes"),
     ]
     assert {(run["prompt_tokens"], run["n_ctx_slot"]) for run in done.json["runs"]} == {(192, 256)}
+    by_engine = [one for run in done.json["runs"][:2] for one in run["answers"]]
+    assert {(one["prompt_tokens"], one["output_tokens"]) for one in by_engine} == {(192, 64)}
     assert "== the engine: 1 of 2 slots" in done.stderr
 
 
@@ -150,7 +152,7 @@ def test_what_cannot_be_asked_is_exit_2(arguments: list[str], says: str) -> None
 
 # -- recall
 
-RECALL = ("--recall", "--context-tokens", "90")
+RECALL = ("--recall", "--context-tokens", "72")
 
 
 async def asked_through(engine: EngineProcess, change: Callable[[list[int]], list[int]]) -> Done:
