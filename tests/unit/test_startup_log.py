@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgate.core.profile import StartupFacts
-from kvgate.core.startup_log import LINE_CHARS_MAX, StartupLog
+from kvgate.core.startup_log import LINE_CHARS_MAX, MIB, StartupLog
 
 SAMPLES = Path(__file__).parent / "samples"
 SLOTS_LINE = "0.00.376.051 I srv    load_model: initializing, n_slots = 2, n_ctx_slot = 1024, kv_unified = 'false'"
