@@ -5,11 +5,13 @@ from __future__ import annotations
 import heapq
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from loadtests.simulate.gaps import GapWatch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from loadtests.simulate.workloads import Request, Workload
 
 INPUT_PRICE: Final = 1.0
@@ -20,9 +22,16 @@ WATCHED_MAX: Final = 32
 """Gaps are taken between all pairs of so many tenants; of more, of these, evenly chosen from all."""
 
 
+class Queued(NamedTuple):
+    """One that waits: since when, and for how many cells."""
+
+    since_s: float
+    cells: int
+
+
 @dataclass(slots=True)
 class Tally:
-    """One tenant's run; `wanted` is the service that all its requests would have taken, `queue` the cells of each."""
+    """One tenant's run; `wanted` is the service that all its requests would have taken, `queue` who waits."""
 
     sent: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -31,7 +40,7 @@ class Tally:
     output_tokens: int = 0
     service: float = 0.0
     wanted: float = 0.0
-    queue: dict[str, int] = field(default_factory=dict)
+    queue: dict[str, Queued] = field(default_factory=dict)
     running: int = 0
     waits_s: list[float] = field(default_factory=list)
     first_tokens_s: list[float] = field(default_factory=list)
@@ -91,7 +100,7 @@ class Measures:
     def waits(self, request: Request, cells: int, now_s: float) -> None:
         """It stands in the queue."""
         tally = self.tallies[request.tenant]
-        tally.queue[request.lease_id] = cells
+        tally.queue[request.lease_id] = Queued(request.at_s, cells)
         if len(tally.queue) == 1:
             self.gaps.waits(request.tenant)
             self._stands_first(request.tenant, request.lease_id, cells)
@@ -134,10 +143,10 @@ class Measures:
 
     # -- moments
 
-    def moment(self, now_s: float, *, busy: int, free_cells: int, held_back: str) -> None:
+    def moment(self, now_s: float, *, busy: int, free_cells: int, held_back: Callable[[], str]) -> None:
         """All that happens at this time has happened.
 
-        `held_back` names why the ledger would leave slots idle beside a request that fits: "" for no reason at all.
+        `held_back` tells why the ledger would leave slots idle beside a request that fits: "" for no reason at all.
         """
         self._pass_time(now_s)
         self.moments += 1
@@ -148,7 +157,7 @@ class Measures:
             self._changed.clear()
         self._busy = busy
         free = self.workload.engine.pool.slots - busy
-        self._idle = (held_back, free) if free and self._least_cells() <= free_cells else None
+        self._idle = (held_back(), free) if free and self._least_cells() <= free_cells else None
 
     def end(self, now_s: float) -> None:
         """The run is over; who is hungry still was so until now."""
@@ -169,7 +178,8 @@ class Measures:
         tally = self.tallies[request.tenant]
         del tally.queue[request.lease_id]
         if self._first.pop(request.lease_id, None) is not None and tally.queue:
-            self._stands_first(request.tenant, *next(iter(tally.queue.items())))
+            lease_id, queued = next(iter(tally.queue.items()))
+            self._stands_first(request.tenant, lease_id, queued.cells)
         if not tally.queue:
             self.gaps.waits_no_more(request.tenant)
 

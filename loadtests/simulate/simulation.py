@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from kvgate.core.ask import Size
+from kvgate.core.ask import Size, Usage
 from kvgate.core.ledger import Denied, Lease
 from loadtests.simulate.engine import EngineModel
 from loadtests.simulate.measures import Measures
@@ -39,7 +39,7 @@ class Simulation:
     policy: Policy
     charge_every_s: float = CHARGE_EVERY_S
     patience_s: float = math.inf
-    told: Callable[[float], None] | None = None
+    told: Callable[[float, int], None] | None = None
     measures: Measures = field(init=False)
     _engine: EngineModel = field(init=False)
     _arrivals: Iterator[Request] = field(init=False)
@@ -69,10 +69,10 @@ class Simulation:
                 now_s,
                 busy=self._engine.running,
                 free_cells=pool.grantable_tokens - self._engine.held_cells,
-                held_back=self.policy.held_back(),
+                held_back=self.policy.held_back,
             )
             if self.told is not None and self.measures.moments % TOLD_EVERY == 0:
-                self.told(now_s)
+                self.told(now_s, self.measures.moments)
         self._measure_output(self.workload.duration_s)
         self.measures.end(self.workload.duration_s)
         return self.measures
@@ -126,9 +126,9 @@ class Simulation:
                 self._deadlines.append((now_s + self.patience_s, request.lease_id))
 
     def _engine_changes(self) -> None:
-        changes = self._engine.change()
+        changes, let_in = self._engine.change(), list[Lease]()
         for lease_id in changes.answered:
-            self.policy.ledger.answered(lease_id, changes.at_s)
+            let_in += self.policy.ledger.answered(lease_id, changes.at_s)
             self.measures.answered(self._running[lease_id], changes.at_s)
         finished = [self._running.pop(lease_id) for lease_id in changes.finished]
         for request in finished:
@@ -136,11 +136,13 @@ class Simulation:
             self.measures.finished(request, changes.at_s)
         self._measure_output(changes.at_s)
         for request in finished:
-            used = request.prompt_tokens + request.output_tokens
-            ended = self.policy.ledger.settle(request.lease_id, changes.at_s, ended=True, used_tokens=used)
-            self._let_in(ended, changes.at_s)
+            used = Usage(request.prompt_tokens, request.output_tokens)
+            let_in += self.policy.ledger.settle(request.lease_id, changes.at_s, ended=True, used=used)
+        self._let_in(let_in, changes.at_s)
 
     def _charge(self, now_s: float) -> None:
+        for lease_id, tokens in self._produced.items():
+            self.policy.ledger.streamed(lease_id, tokens, now_s)
         self._charge_s = now_s + self.charge_every_s
 
     def _give_up(self, lease_id: str, now_s: float) -> None:

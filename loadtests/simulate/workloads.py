@@ -118,6 +118,15 @@ class Workload:
         """No prompt is longer."""
         return max(sender.prompts.longest for sender in self.senders)
 
+    @property
+    def even_requests_per_minute(self) -> int:
+        """What the engine could serve a minute, in even shares among the tenants; at least 1."""
+        return max(int(60 * mean_capacity(self.engine, self.senders) / len(self.senders)), 1)
+
+    def lasting(self, duration_s: float | None) -> Workload:
+        """The same for another time; None leaves it."""
+        return self if duration_s is None else replace(self, duration_s=duration_s, _by_name={})
+
     def fitted(self, engine: Engine) -> Workload:
         """The same on another engine: rates in proportion to its speed, lengths to its slot.
 
