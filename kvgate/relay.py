@@ -99,6 +99,7 @@ async def _stream(
     reason = Reason.ENGINE_FAILED
     try:
         while data := await admitted.line.read():
+            admitted.receipt.events = tap.events
             if out := b"".join([tap.take(event) for event in splitter.feed(data)]):
                 if not begun:
                     begun = True

@@ -12,10 +12,12 @@ from redis.exceptions import NoScriptError
 from kvgate.core.drain import LeaseFacts
 from kvgate.core.ledger import LedgerView, asked_tokens
 from kvgate.core.pool import KvPool
+from kvgate.core.tenant import Tier
 from kvgate.store.errors import StoreUnavailable
 
 if TYPE_CHECKING:
-    from kvgate.core.ask import Size
+    from kvgate.core.ask import Size, Usage
+    from kvgate.core.fairness import FairRule
     from kvgate.core.ledger import Reservation
     from kvgate.core.tenant import Quota
     from kvgate.store.client import StoreClient
@@ -102,7 +104,26 @@ def reservation_json(reservation: Reservation) -> dict[str, Any]:
         "tenant": reservation.tenant,
         "quota": _quota_json(reservation.quota),
         "size": _size_json(reservation.size),
+        "weight": reservation.share.weight_milli,
+        **({"spot": True} if reservation.share.tier is Tier.SPOT else {}),
     }
+
+
+def usage_json(usage: Usage) -> dict[str, int]:
+    """What a request cost as the scripts take it."""
+    return {"prompt": usage.prompt_tokens, "cached": usage.cached_tokens, "output": usage.output_tokens}
+
+
+def rule_json(rule: FairRule) -> dict[str, int]:
+    """The rule of fairness as the scripts take it."""
+    found = {
+        "input": rule.input_price_milli,
+        "cached": rule.cached_input_price_milli,
+        "output": rule.output_price_milli,
+        "bypass_max": rule.bypass_max,
+        "lent_max": rule.lent_output_tokens_max,
+    }
+    return found if rule.prefill_tokens_max is None else {**found, "prefill_max": rule.prefill_tokens_max}
 
 
 def _quota_json(quota: Quota) -> dict[str, Any]:

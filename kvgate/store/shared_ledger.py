@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvgate.core.drain import DrainWatch, SlotsSeen
 from kvgate.core.ledger import Denied, Lease
 from kvgate.core.reason import Reason
-from kvgate.ports import LineFailed
+from kvgate.ports import LineFailed, nothing_yet
 from kvgate.store.errors import StoreUnavailable
 from kvgate.store.grants import Grants
 from kvgate.store.in_hand import Hand, Settled
@@ -21,6 +21,9 @@ from kvgate.store.membership import Membership
 from kvgate.store.outage import Outage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvgate.core.ask import Usage
     from kvgate.core.foreign import Tally
     from kvgate.core.ledger import LedgerView, Reservation
     from kvgate.core.pool import KvPool
@@ -139,7 +142,7 @@ class SharedLedger:
                 return replace(found, queued_s=self._clock() - asked_at_s)
             return found
 
-    def hand_over(self, lease_id: str) -> None:
+    def hand_over(self, lease_id: str, streamed: Callable[[], int] = nothing_yet) -> None:
         """See `core.ledger.Ledger.hand_over`.
 
         Raises:
@@ -150,7 +153,7 @@ class SharedLedger:
             return
         if self._clock() >= hand.good_until_s:
             raise LineFailed("the lease ran out while this gate stood still", sent=False)
-        hand.handed_s = self._clock()
+        hand.handed_s, hand.streamed = self._clock(), streamed
         if self._outage is not None:
             self._outage.ledger.hand_over(lease_id)
 
@@ -161,7 +164,7 @@ class SharedLedger:
             if self._outage is not None:
                 self._outage.ledger.answered(lease_id)
 
-    async def settle(self, lease_id: str, *, ended: bool, used_tokens: int | None = None) -> None:
+    async def settle(self, lease_id: str, *, ended: bool, used: Usage | None = None) -> None:
         """See `core.ledger.Ledger.settle`; where the store is out it is told when it is back."""
         if (hand := self._member.in_hand.get(lease_id)) is None:
             return
@@ -175,7 +178,7 @@ class SharedLedger:
             self._member.show_drains(self._outage.ledger.draining.is_set())
         if not hand.at_store and hand.lease is None:
             return
-        self._member.settled[lease_id] = settled = Settled(hand, ended, used_tokens)
+        self._member.settled[lease_id] = settled = Settled(hand, ended, used)
         with contextlib.suppress(StoreUnavailable):
             await self._member.send_one(settled)
 
