@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from kvgate.core.profile import KvSettings, Topology
 from loadtests.simulate import pictures
 from loadtests.simulate.calibrate import Calibration, CalibrationError, calibrate
 from loadtests.simulate.compare import compare
-from loadtests.simulate.policies import POLICIES
+from loadtests.simulate.policies import POLICIES, policy
 from loadtests.simulate.progress import Progress
 from loadtests.simulate.report import report
 from loadtests.simulate.scenarios import SCENARIOS, crowd
@@ -47,10 +48,10 @@ def _simulate(arguments: list[str]) -> int:
     if options.png is not None:
         pictures.need_plots()  # before an hour's run, not after it
     workloads = [_workload(name, options) for name in options.workloads or [n for n in SCENARIOS if n != "crowd"]]
-    progress = Progress(sum(w.duration_s for w in workloads) * len(options.policies))
+    progress = Progress(sum(w.duration_s * len(_worth(options.policies, w)) for w in workloads))
     told = []
     for workload in workloads:
-        results = compare(workload, options.policies, progress, rpm=options.rpm, patience_s=options.patience_s)
+        results = compare(workload, _worth(options.policies, workload), progress, patience_s=options.patience_s)
         if options.json:
             told.append({"workload": workload.name, "results": [found.as_json() for found in results]})
         else:
@@ -62,6 +63,11 @@ def _simulate(arguments: list[str]) -> int:
     if options.json:
         print(json.dumps(told, indent=2))
     return 0
+
+
+def _worth(policies: list[str], workload: Workload) -> list[str]:
+    """Those that were asked for, or all; without tiers in the workload, vtc-tiers only where it is asked for."""
+    return policies or [name for name in POLICIES if name != "vtc-tiers" or workload.has_tiers]
 
 
 def _workload(name: str, options: argparse.Namespace) -> Workload:
@@ -77,14 +83,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     # `choices` would refuse the empty list that nargs="*" begins with.
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", type=_scenario, help=", ".join(SCENARIOS))
-    parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES), metavar="POLICY")
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        type=_policy,
+        default=[],
+        metavar="POLICY",
+        help="fcfs, rpm (what an even share could be served), rpm:N, vtc, vtc-tiers; all, where none is named",
+    )
     parser.add_argument("--engine", type=Path, metavar="FILE", help="an engine as `calibrate --save` wrote it")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--duration-s", type=_positive, metavar="S", help="simulated seconds, instead of its own")
     parser.add_argument("--tenants", type=int, default=1000, metavar="N", help="of the crowd (1000)")
-    parser.add_argument("--rpm", type=int, metavar="N", help="requests per minute and tenant of the policy rpm")
     parser.add_argument(
-        "--patience-s", type=_positive, metavar="S", help="who waits longer hangs up; else nobody does"
+        "--patience-s", type=_positive, default=math.inf, metavar="S", help="who waits longer hangs up"
     )
     parser.add_argument("--tenants-shown", type=int, default=8, metavar="N", help="rows of each tenants' table (8)")
     parser.add_argument("--json", action="store_true", help="figures as JSON instead of tables")
@@ -97,6 +109,14 @@ def _parser() -> argparse.ArgumentParser:
 def _scenario(name: str) -> str:
     if name not in SCENARIOS:
         raise argparse.ArgumentTypeError(f"there is no workload {name!r}; there are {', '.join(SCENARIOS)}")
+    return name
+
+
+def _policy(name: str) -> str:
+    try:
+        policy(name, SCENARIOS["overload"](1))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return name
 
 

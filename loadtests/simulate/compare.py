@@ -6,7 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from loadtests.simulate.policies import POLICIES
+from loadtests.simulate.policies import policy
 from loadtests.simulate.results import result
 from loadtests.simulate.simulation import Simulation
 
@@ -23,24 +23,20 @@ def compare(
     policies: Sequence[str],
     progress: Progress | None = None,
     *,
-    rpm: int | None = None,
-    patience_s: float | None = None,
+    patience_s: float = math.inf,
 ) -> list[Result]:
-    """Each policy's result, in this order.
-
-    Where no limit is given for the policy `rpm`, it is what the engine could serve a minute, in even shares.
-    """
+    """Each policy's result, in this order."""
     found = []
     for name in policies:
-        policy = POLICIES[name](workload, rpm or workload.even_requests_per_minute)
-        simulation = Simulation(workload, policy, patience_s=math.inf if patience_s is None else patience_s)
+        rule = policy(name, workload)
+        simulation = Simulation(workload, rule, patience_s=patience_s)
         if progress is not None:
             progress.begin(f"{workload.name} / {name}")
             simulation.told = progress.told
         begun = time.perf_counter()
         measures = simulation.run()
         took_s = time.perf_counter() - begun
-        found.append(result(measures, name, policy.ruling(workload.duration_s), took_s))
+        found.append(result(measures, name, rule.ruling(workload.duration_s), took_s))
         if progress is not None:
             progress.end(workload.duration_s, measures.moments)
     return found

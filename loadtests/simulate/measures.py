@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -31,7 +32,7 @@ class Queued(NamedTuple):
 
 @dataclass(slots=True)
 class Tally:
-    """One tenant's run; `wanted` is the service that all its requests would have taken, `queue` who waits."""
+    """One tenant's run; `wanted` is the service that all its requests would take, `queue` who waits."""
 
     sent: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -81,7 +82,9 @@ class Measures:
 
     def __post_init__(self) -> None:
         names = [sender.name for sender in self.workload.senders]
-        self.tallies = {name: Tally() for name in names}
+        self.tallies = {
+            sender.name: Tally(wanted=math.inf if sender.standing else 0.0) for sender in self.workload.senders
+        }
         step = max(len(names) / WATCHED_MAX, 1)
         self.gaps = GapWatch(frozenset(names[int(at * step)] for at in range(min(len(names), WATCHED_MAX))))
 
@@ -197,7 +200,7 @@ class Measures:
     def _least_cells(self) -> float:
         while self._least and self._least[0][1] not in self._first:
             heapq.heappop(self._least)
-        return self._least[0][0] if self._least else float("inf")
+        return self._least[0][0] if self._least else math.inf
 
     def _pass_time(self, now_s: float) -> None:
         passed_s = now_s - self._since_s

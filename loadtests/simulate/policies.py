@@ -15,8 +15,6 @@ from kvgate.core.tenant import Quota, Share, Tier
 from loadtests.simulate.results import Ruling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvgate.core.ledger import Ticket
     from loadtests.simulate.workloads import Request, Workload
 
@@ -28,10 +26,16 @@ DRAIN: Final = "draining for one that was passed"
 GUARANTEED: Final = "guaranteed to others"
 
 
-class Policy(Protocol):
-    """What a simulation asks of a rule; all else it asks of the `ledger` in it."""
+POLICIES: Final = ("fcfs", "rpm", "vtc", "vtc-tiers")
 
-    ledger: Ledger
+
+class Policy(Protocol):
+    """What a simulation asks of a rule; all else it asks of the ledger in it."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger that it asks."""
+        ...
 
     def reserve(self, request: Request, now_s: float) -> Lease | Ticket | Denied:
         """Let it in, queue it, or refuse it."""
@@ -106,7 +110,7 @@ class Fair:
 
     def __post_init__(self) -> None:
         for sender in self.workload.senders:
-            tiered = (Tier(sender.tier), sender.guaranteed_ratio) if self.tiers else (Tier.ELASTIC, 0.0)
+            tiered = (sender.tier, sender.guaranteed_ratio) if self.tiers else (Tier.ELASTIC, 0.0)
             self._shares[sender.name] = Share(sender.weight, *tiered)
         if self.tiers:
             self.ledger.guarantee({n: s.guaranteed_ppm for n, s in self._shares.items() if s.guaranteed_ppm}, 0.0)
@@ -148,10 +152,22 @@ def _size(request: Request) -> Size:
     return Size(request.prompt_tokens, request.limit_tokens)
 
 
-POLICIES: Final[dict[str, Callable[[Workload, int], Policy]]] = {
-    "fcfs": lambda workload, _: FirstCome(Ledger(workload.engine.pool)),
-    "rpm": lambda workload, rpm: RequestsPerMinute(FirstCome(Ledger(workload.engine.pool)), rpm),
-    "vtc": lambda workload, _: Fair(workload, Ledger(workload.engine.pool), tiers=False),
-    "vtc-tiers": lambda workload, _: Fair(workload, Ledger(workload.engine.pool), tiers=True),
-}
-"""Each for a workload, and a limit of requests per minute for the one that has it."""
+def policy(name: str, workload: Workload) -> Policy:
+    """The policy of this name, for this workload.
+
+    `rpm` alone has the limit that the engine could serve a minute, in even shares; `rpm:N` has another.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    kind, _, limit = name.partition(":")
+    ledger = Ledger(workload.engine.pool)
+    if kind == "rpm" and (not limit or (limit.isdecimal() and int(limit))):
+        return RequestsPerMinute(FirstCome(ledger), int(limit or workload.even_requests_per_minute))
+    if name == "fcfs":
+        return FirstCome(ledger)
+    if name in {"vtc", "vtc-tiers"}:
+        return Fair(workload, ledger, tiers=name == "vtc-tiers")
+    raise ValueError(
+        f"there is no policy {name!r}; there are fcfs, rpm, rpm:N (requests a minute), vtc and vtc-tiers"
+    )

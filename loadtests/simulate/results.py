@@ -54,6 +54,7 @@ class TenantResult:
     """One tenant's part of a run.
 
     Args:
+        wanted_service: what all its requests would have taken; None where it would have sent for ever.
         fair_service: its part in the weighted max-min fair split of all service that was given, by what it wanted.
         wait_s: in the queue; who still waits at the end counts with its wait so far.
         starved_s: the longest stretch with a request waiting and none running.
@@ -66,7 +67,7 @@ class TenantResult:
     finished: int
     refused: int
     service: float
-    wanted_service: float
+    wanted_service: float | None
     fair_service: float
     wait_s: Spread
     first_token_s: Spread
@@ -153,7 +154,7 @@ def result(measures: Measures, policy: str, ruling: Ruling, took_s: float) -> Re
             tally.finished,
             tally.refused.total(),
             tally.service,
-            tally.wanted,
+            None if math.isinf(tally.wanted) else tally.wanted,
             fair[sender.name],
             Spread.of(waits[sender.name]),
             Spread.of(tally.first_tokens_s),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from kvgate.core.tenant import Tier
 from loadtests.simulate.lengths import HEAVY_TAILED, Lengths
 from loadtests.simulate.speed import LARGE, SMALL
 from loadtests.simulate.workloads import Phase, Sender, Workload, mean_capacity
@@ -37,11 +38,26 @@ class _Kind:
         return replace(bare, phases=tuple(Phase(from_s, shares * even) for from_s, shares in phases))
 
 
+def guaranteed(sender: Sender) -> Sender:
+    """With a quarter of the pool of its own, where tiers are in force."""
+    return replace(sender, tier=Tier.GUARANTEED, guaranteed_ratio=0.25)
+
+
+def spot(sender: Sender) -> Sender:
+    """With what nobody else wants, where tiers are in force."""
+    return replace(sender, tier=Tier.SPOT)
+
+
+def tiered(senders: list[Sender]) -> tuple[Sender, ...]:
+    """The first has a guarantee, the last is a spot tenant."""
+    return (guaranteed(senders[0]), *senders[1:-1], spot(senders[-1]))
+
+
 def overload(seed: int) -> Workload:
     """Four tenants of one weight send 1.5, 3, 6 and 12 times what an even share would serve, without a pause."""
     kind = _Kind(SMALL, 4)
     senders = [kind.sender(f"x{shares:g}", (0, shares)) for shares in (1.5, 3, 6, 12)]
-    return Workload("overload", said(overload), SMALL, tuple(senders), 10 * MINUTE_S, seed)
+    return Workload("overload", said(overload), SMALL, tiered(senders), 10 * MINUTE_S, seed)
 
 
 def on_off(seed: int) -> Workload:
@@ -54,7 +70,7 @@ def on_off(seed: int) -> Workload:
     senders = [
         kind.sender("steady", (0, 4)),
         kind.sender("bursts", *bursts(3)),
-        kind.sender("modest", *bursts(0.6)),
+        guaranteed(kind.sender("modest", *bursts(0.6))),
     ]
     return Workload("on-off", said(on_off), SMALL, tuple(senders), 16 * MINUTE_S, seed)
 
@@ -63,7 +79,7 @@ def poisson(seed: int) -> Workload:
     """Four tenants at random times: two within an even share (0.5, 0.8), two far above it (2, 6)."""
     kind = _Kind(SMALL, 4, poisson=True)
     senders = [kind.sender(f"x{shares:g}", (0, shares)) for shares in (0.5, 0.8, 2, 6)]
-    return Workload("poisson", said(poisson), SMALL, tuple(senders), 15 * MINUTE_S, seed)
+    return Workload("poisson", said(poisson), SMALL, tiered(senders), 15 * MINUTE_S, seed)
 
 
 def shifting(seed: int) -> Workload:
@@ -73,14 +89,14 @@ def shifting(seed: int) -> Workload:
         kind.sender(f"heavy{at + 1}", *((4 * MINUTE_S * phase, 6 if phase == at else 0.7) for phase in range(4)))
         for at in range(4)
     ]
-    return Workload("shifting", said(shifting), SMALL, tuple(senders), 16 * MINUTE_S, seed)
+    return Workload("shifting", said(shifting), SMALL, (*senders[:-1], guaranteed(senders[-1])), 16 * MINUTE_S, seed)
 
 
 def heavy_tailed(seed: int) -> Workload:
     """Six tenants, prompts up to 128k (80% under 2k, 92% under 8k), at 0.6 to 4 even shares, at random times."""
     kind = _Kind(LARGE, 6, HEAVY_TAILED, LONG_OUTPUTS, poisson=True)
     senders = [kind.sender(f"x{shares:g}", (0, shares)) for shares in (0.6, 0.8, 1.5, 2, 3, 4)]
-    return Workload("heavy-tailed", said(heavy_tailed), LARGE, tuple(senders), 30 * MINUTE_S, seed)
+    return Workload("heavy-tailed", said(heavy_tailed), LARGE, tiered(senders), 30 * MINUTE_S, seed)
 
 
 def weights(seed: int) -> Workload:
@@ -95,9 +111,8 @@ def weights(seed: int) -> Workload:
 def flood(seed: int) -> Workload:
     """One tenant floods with prompts of 4k to 12k tokens; one with a guaranteed quarter of the pool chats."""
     victim = _Kind(SMALL, 8, poisson=True).sender("victim", (0, 1.0))
-    victim = replace(victim, tier="guaranteed", guaranteed_ratio=0.25)
     flooder = _Kind(SMALL, 1, Lengths.between(4096, 12_288), CHAT_OUTPUTS).sender("flooder", (0, 1.5))
-    return Workload("flood", said(flood), SMALL, (victim, flooder), 15 * MINUTE_S, seed)
+    return Workload("flood", said(flood), SMALL, (guaranteed(victim), flooder), 15 * MINUTE_S, seed)
 
 
 def crowd(seed: int, tenants: int = 1000) -> Workload:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Final
 
 from kvgate.core.ask import Size, Usage
@@ -51,6 +52,7 @@ class Simulation:
     _produced: dict[str, int] = field(default_factory=dict)
     _deadlines: deque[tuple[float, str]] = field(default_factory=deque)
     _charge_s: float = 0.0
+    _again: list[tuple[float, str, Request]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.measures = Measures(self.workload, self.workload.duration_s / SAMPLES)
@@ -93,7 +95,8 @@ class Simulation:
         arrival_s = self._next.at_s if self._next is not None else math.inf
         charge_s = self._charge_s if self._running else math.inf
         deadline_s = self._deadlines[0][0] if self._deadlines else math.inf
-        return min(self._engine.next_s(), charge_s, deadline_s, arrival_s)
+        again_s = self._again[0][0] if self._again else math.inf
+        return min(self._engine.next_s(), charge_s, deadline_s, arrival_s, again_s)
 
     def _step(self, now_s: float) -> None:
         """What is due now; the engine first, since what ends makes room for what comes."""
@@ -108,6 +111,8 @@ class Simulation:
         while self._next is not None and self._next.at_s <= now_s:
             self._arrive(self._next, now_s)
             self._next = next(self._arrivals, None)
+        while self._again and self._again[0][0] <= now_s:
+            self._sent.append(heappop(self._again)[-1])
 
     # -- steps
 
@@ -116,6 +121,9 @@ class Simulation:
         outcome = self.policy.reserve(request, now_s)
         if isinstance(outcome, Denied):
             self.measures.refused(request, outcome.reason.label)
+            if request.tenant in self._standing:
+                again = next(self._standing[request.tenant])
+                heappush(self._again, (now_s + outcome.retry_after_s, again.lease_id, again))
         elif isinstance(outcome, Lease):
             self._grant(request, outcome, now_s)
         else:

@@ -9,6 +9,7 @@ from itertools import count
 from random import Random
 from typing import TYPE_CHECKING
 
+from kvgate.core.tenant import Tier
 from loadtests.simulate.lengths import Lengths
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ class Sender:
     Args:
         phases: its rate over time, the first from 0 s.
         poisson: requests come at random at that rate; else evenly spaced, from a random moment on.
-        standing: instead of a rate, so many requests always wait: whenever one is let in, the next is sent.
+        standing: instead of a rate, so many requests always wait: whenever one is let in, or a refused one may come
+            again, the next is sent.
     """
 
     name: str
@@ -52,7 +54,7 @@ class Sender:
     prompts: Lengths
     outputs: Lengths
     weight: float = 1.0
-    tier: str = "elastic"
+    tier: Tier = Tier.ELASTIC
     guaranteed_ratio: float = 0.0
     poisson: bool = False
     standing: int = 0
@@ -117,6 +119,11 @@ class Workload:
     def longest_prompt(self) -> int:
         """No prompt is longer."""
         return max(sender.prompts.longest for sender in self.senders)
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether any tenant is not elastic."""
+        return any(sender.tier is not Tier.ELASTIC for sender in self.senders)
 
     @property
     def even_requests_per_minute(self) -> int:
