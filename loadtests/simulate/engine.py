@@ -76,6 +76,11 @@ class EngineModel:
         """Sequences in slots."""
         return len(self._sequences)
 
+    @property
+    def prompt_tokens_unread(self) -> int:
+        """Of the prompts in slots, what is still to be read, as of the last change."""
+        return sum(sequence.prompt_left for sequence in self._reading)
+
     def start(self, lease_id: str, prompt_tokens: int, output_tokens: int, now_s: float, *, cells: int) -> None:
         """A request takes a slot; it will stop by itself after `output_tokens`.
 

@@ -100,12 +100,19 @@ def heavy_tailed(seed: int) -> Workload:
 
 
 def weights(seed: int) -> Workload:
-    """Eight tenants with weights 1 to 128; each always has eight requests waiting."""
+    """Eight tenants with weights 1 to 128; eight requests of each always wait, longer ones of those of more weight."""
     senders = [
-        Sender(f"w{1 << at}", (), Lengths.between(32, 256), Lengths.between(8, 64), 1 << at, standing=8)
+        Sender(
+            f"w{1 << at}",
+            (),
+            Lengths.between(int(16 * 2 ** (at / 2)), int(64 * 2 ** (at / 2))),
+            Lengths.between(int(4 * 2 ** (at / 2)), int(16 * 2 ** (at / 2))),
+            1 << at,
+            standing=8,
+        )
         for at in range(8)
     ]
-    return Workload("weights", said(weights), SMALL, tuple(senders), 100 * MINUTE_S, seed)
+    return Workload("weights", said(weights), SMALL, tuple(senders), 50 * MINUTE_S, seed)
 
 
 def flood(seed: int) -> Workload:

@@ -42,7 +42,7 @@ class Simulation:
     patience_s: float = math.inf
     told: Callable[[float, int], None] | None = None
     measures: Measures = field(init=False)
-    _engine: EngineModel = field(init=False)
+    engine: EngineModel = field(init=False)
     _arrivals: Iterator[Request] = field(init=False)
     _next: Request | None = None
     _standing: dict[str, Iterator[Request]] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.measures = Measures(self.workload, self.workload.duration_s / SAMPLES)
-        self._engine = EngineModel(self.workload.engine)
+        self.engine = EngineModel(self.workload.engine)
         self._arrivals = self.workload.requests()
         self._charge_s = self.charge_every_s
 
@@ -69,8 +69,8 @@ class Simulation:
             pool = self.workload.engine.pool
             self.measures.moment(
                 now_s,
-                busy=self._engine.running,
-                free_cells=pool.grantable_tokens - self._engine.held_cells,
+                busy=self.engine.running,
+                free_cells=pool.grantable_tokens - self.engine.held_cells,
                 held_back=self.policy.held_back,
             )
             if self.told is not None and self.measures.moments % TOLD_EVERY == 0:
@@ -96,11 +96,11 @@ class Simulation:
         charge_s = self._charge_s if self._running else math.inf
         deadline_s = self._deadlines[0][0] if self._deadlines else math.inf
         again_s = self._again[0][0] if self._again else math.inf
-        return min(self._engine.next_s(), charge_s, deadline_s, arrival_s, again_s)
+        return min(self.engine.next_s(), charge_s, deadline_s, arrival_s, again_s)
 
     def _step(self, now_s: float) -> None:
         """What is due now; the engine first, since what ends makes room for what comes."""
-        if self._engine.next_s() <= now_s:
+        if self.engine.next_s() <= now_s:
             self._engine_changes()
         else:
             self._measure_output(now_s)
@@ -134,7 +134,7 @@ class Simulation:
                 self._deadlines.append((now_s + self.patience_s, request.lease_id))
 
     def _engine_changes(self) -> None:
-        changes, let_in = self._engine.change(), list[Lease]()
+        changes, let_in = self.engine.change(), list[Lease]()
         for lease_id in changes.answered:
             let_in += self.policy.ledger.answered(lease_id, changes.at_s)
             self.measures.answered(self._running[lease_id], changes.at_s)
@@ -167,7 +167,7 @@ class Simulation:
         self.policy.ledger.hand_over(lease.lease_id, now_s)
         self._running[lease.lease_id] = request
         self._produced[lease.lease_id] = 0
-        self._engine.start(lease.lease_id, request.prompt_tokens, request.output_tokens, now_s, cells=lease.cells)
+        self.engine.start(lease.lease_id, request.prompt_tokens, request.output_tokens, now_s, cells=lease.cells)
         if request.tenant in self._standing:
             self._sent.append(next(self._standing[request.tenant]))
 
@@ -177,7 +177,7 @@ class Simulation:
 
     def _measure_output(self, now_s: float) -> None:
         for lease_id, request in self._running.items():
-            tokens = self._engine.produced(lease_id, now_s)
+            tokens = self.engine.produced(lease_id, now_s)
             if (more := tokens - self._produced[lease_id]) > 0:
                 self._produced[lease_id] = tokens
                 self.measures.produced(request, more)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import urllib.request
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.e2e.conftest import StartEngine
 
 pytestmark = pytest.mark.engine
@@ -54,3 +58,33 @@ def test_chaos_runs_and_leaves_nothing_held() -> None:
 
 def test_the_benchmark_of_the_ledger_runs() -> None:
     assert "pairs" in ran("loadtests.ledger_pairs", "--pairs", "40", "--waiting", "0,20", timeout_s=150)
+
+
+@pytest.mark.timeout(300)
+def test_a_simulation_of_the_measured_engine_runs(start_engine: StartEngine, tmp_path: Path) -> None:
+    """A real engine is calibrated; policies are simulated on one like it. No speed is asserted, only what must hold."""
+    engine, saved = start_engine("-c", "1024", "-np", "2", "--no-kv-unified"), tmp_path / "engine.json"
+    measure = ("calibrate", engine.url, "--kv", "divided", "--rounds", "1", "--save", str(saved))
+    ran("loadtests.simulate", *measure, timeout_s=200)
+    found = json.loads(saved.read_text())
+    pool, speed = found["pool"], found["speed"]
+    assert (pool["slots"], pool["tokens_per_slot"], pool["tokens"], pool["unified"]) == (2, 512, 1024, False)
+    assert [at for at, _ in speed["step_s"]] == [0, 1, 2]
+    assert speed["prefill_tokens_per_s"] > 0
+    assert min(s for _, s in speed["step_s"][1:]) > 0
+    simulated = ("overload", "--duration-s", "60", "--engine", str(saved), "--json", "--policies", "fcfs", "vtc")
+    ((_, vtc),) = [each["results"] for each in json.loads(ran("loadtests.simulate", *simulated, timeout_s=90))]
+    assert vtc["idle_for_nothing_s"] == 0
+    assert vtc["gap"] <= vtc["ruling"]["bound"]
+
+
+def test_an_engine_at_work_is_not_measured(start_engine: StartEngine) -> None:
+    """A busy slot would be measured as slowness; the sentence says so."""
+    engine = start_engine("-c", "512", "-np", "1")
+    body = json.dumps({"prompt": "Tell me a long story.", "n_predict": 400, "ignore_eos": True, "stream": True})
+    with urllib.request.urlopen(f"{engine.url}/completion", data=body.encode(), timeout=60) as answer:
+        assert answer.read(1)
+        command = [sys.executable, "-m", "loadtests.simulate", "calibrate", engine.url]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
+    assert done.returncode == 2
+    assert "1 of 1 slots are busy; measure an engine that nobody else uses" in done.stderr
