@@ -146,7 +146,7 @@ def _calibrate(arguments: list[str]) -> int:
         rounds=options.rounds,
         say=lambda s: print(s, file=sys.stderr),
     )
-    print(_stall(found), file=sys.stderr)
+    print(_checked(found), file=sys.stderr)
     text = json.dumps(found.engine.as_json(), indent=2)
     if options.save is None:
         print(text)
@@ -156,12 +156,17 @@ def _calibrate(arguments: list[str]) -> int:
     return 0
 
 
-def _stall(found: Calibration) -> str:
+def _checked(found: Calibration) -> str:
+    """What was measured and simulated besides."""
+    said = (
+        f"{found.burst_requests} requests of many sizes took {found.burst_s:.2f} s; the simulation says "
+        f"{found.burst_told_s:.2f} s"
+    )
     if found.stall_s is None or found.stall_told_s is None:
-        return "one slot: nothing stalls a neighbour"
+        return said
     return (
         f"a prompt of {found.stall_tokens} tokens held up a running answer for {found.stall_s:.2f} s; "
-        f"the simulation says {found.stall_told_s:.2f} s"
+        f"the simulation says {found.stall_told_s:.2f} s\n{said}"
     )
 
 

@@ -100,7 +100,7 @@ def heavy_tailed(seed: int) -> Workload:
 
 
 def weights(seed: int) -> Workload:
-    """Eight tenants with weights 1 to 128; eight requests of each always wait, longer ones of those of more weight."""
+    """Eight tenants with weights 1 to 128; eight requests of each always wait, longer ones of more weight."""
     senders = [
         Sender(
             f"w{1 << at}",
