@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvgate.core.fairness import FairRule
 from kvgate.core.profile import KvSettings, Topology
 from loadtests.simulate import pictures
 from loadtests.simulate.calibrate import Calibration, CalibrationError, calibrate
@@ -48,10 +49,12 @@ def _simulate(arguments: list[str]) -> int:
     if options.png is not None:
         pictures.need_plots()  # before an hour's run, not after it
     workloads = [_workload(name, options) for name in options.workloads or [n for n in SCENARIOS if n != "crowd"]]
+    rule = FairRule(prefill_tokens_max=options.prefill_tokens_max, bypass_max=options.bypass_max)
     progress = Progress(sum(w.duration_s * len(_worth(options.policies, w)) for w in workloads))
     told = []
     for workload in workloads:
-        results = compare(workload, _worth(options.policies, workload), progress, patience_s=options.patience_s)
+        policies = _worth(options.policies, workload)
+        results = compare(workload, policies, progress, patience_s=options.patience_s, rule=rule)
         if options.json:
             told.append({"workload": workload.name, "results": [found.as_json() for found in results]})
         else:
@@ -97,6 +100,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tenants", type=int, default=1000, metavar="N", help="of the crowd (1000)")
     parser.add_argument(
         "--patience-s", type=_positive, default=math.inf, metavar="S", help="who waits longer hangs up"
+    )
+    parser.add_argument(
+        "--prefill-tokens-max", type=int, metavar="N", help="prompt tokens in flight, of vtc; no limit"
+    )
+    parser.add_argument(
+        "--bypass-max", type=int, default=FairRule().bypass_max, metavar="N", help="of vtc (%(default)s)"
     )
     parser.add_argument("--tenants-shown", type=int, default=8, metavar="N", help="rows of each tenants' table (8)")
     parser.add_argument("--json", action="store_true", help="figures as JSON instead of tables")

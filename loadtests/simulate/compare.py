@@ -13,6 +13,7 @@ from loadtests.simulate.simulation import Simulation
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvgate.core.fairness import FairRule
     from loadtests.simulate.progress import Progress
     from loadtests.simulate.results import Result
     from loadtests.simulate.workloads import Workload
@@ -24,19 +25,20 @@ def compare(
     progress: Progress | None = None,
     *,
     patience_s: float = math.inf,
+    rule: FairRule | None = None,
 ) -> list[Result]:
     """Each policy's result, in this order."""
     found = []
     for name in policies:
-        rule = policy(name, workload)
-        simulation = Simulation(workload, rule, patience_s=patience_s)
+        ledger = policy(name, workload, rule)
+        simulation = Simulation(workload, ledger, patience_s=patience_s)
         if progress is not None:
             progress.begin(f"{workload.name} / {name}")
             simulation.told = progress.told
         begun = time.perf_counter()
         measures = simulation.run()
         took_s = time.perf_counter() - begun
-        found.append(result(measures, name, rule.ruling(workload.duration_s), took_s))
+        found.append(result(measures, name, ledger.ruling(workload.duration_s), took_s))
         if progress is not None:
             progress.end(workload.duration_s, measures.moments)
     return found

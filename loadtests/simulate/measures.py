@@ -32,7 +32,10 @@ class Queued(NamedTuple):
 
 @dataclass(slots=True)
 class Tally:
-    """One tenant's run; `wanted` is the service that all its requests would take, `queue` who waits."""
+    """One tenant's run; `wanted` is the service that all its requests would take, `queue` who waits.
+
+    `tokens_s` is, of each answer, the seconds from token to token.
+    """
 
     sent: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -45,6 +48,7 @@ class Tally:
     running: int = 0
     waits_s: list[float] = field(default_factory=list)
     first_tokens_s: list[float] = field(default_factory=list)
+    tokens_s: list[float] = field(default_factory=list)
     hungry_since_s: float | None = None
     starved_s: float = 0.0
 
@@ -73,6 +77,7 @@ class Measures:
     ended_s: float = 0.0
     moments: int = 0
     _least: list[tuple[int, str]] = field(default_factory=list)
+    _answered_s: dict[str, float] = field(default_factory=dict)
     _first: dict[str, str] = field(default_factory=dict)
     _changed: set[str] = field(default_factory=set)
     _since_s: float = 0.0
@@ -129,6 +134,7 @@ class Measures:
 
     def answered(self, request: Request, now_s: float) -> None:
         """Its first token is out."""
+        self._answered_s[request.lease_id] = now_s
         self.tallies[request.tenant].first_tokens_s.append(now_s - request.at_s)
 
     def produced(self, request: Request, tokens: int) -> None:
@@ -139,6 +145,9 @@ class Measures:
     def finished(self, request: Request, now_s: float) -> None:
         """Its answer is whole."""
         tally = self.tallies[request.tenant]
+        answered_s = self._answered_s.pop(request.lease_id)
+        if request.output_tokens > 1:
+            tally.tokens_s.append((now_s - answered_s) / (request.output_tokens - 1))
         tally.finished += 1
         tally.running -= 1
         if tally.queue and not tally.running:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvgate.core.ask import Size
-from kvgate.core.fairness import MILLI
+from kvgate.core.fairness import MILLI, FairRule
 from kvgate.core.guarantee import guaranteed_part
 from kvgate.core.ledger import Denied, Lease, Ledger, Reservation
 from kvgate.core.minute import Minute, step_of
@@ -23,6 +23,7 @@ UNBOUNDED: Final = Quota(queue_max=1 << 40)
 
 HEAD_OF_LINE: Final = "behind the first in line"
 DRAIN: Final = "draining for one that was passed"
+PREFILL: Final = "enough prompt tokens in flight"
 GUARANTEED: Final = "guaranteed to others"
 
 
@@ -123,9 +124,11 @@ class Fair:
         )
 
     def held_back(self) -> str:
-        """A drain, or a guarantee that its owner makes no full use of."""
+        """A drain, the cap on prompt tokens in flight, or a guarantee that its owner makes no full use of."""
         if self.ledger.is_clearing():
             return DRAIN
+        if self.ledger.rule.prefill_tokens_max is not None and self.ledger.fair_view(0.0).prefill_tokens:
+            return PREFILL
         view = self.ledger.view()
         running = dict(view.running_by_tenant)
         for name, share in self._shares.items():
@@ -152,8 +155,8 @@ def _size(request: Request) -> Size:
     return Size(request.prompt_tokens, request.limit_tokens)
 
 
-def policy(name: str, workload: Workload) -> Policy:
-    """The policy of this name, for this workload.
+def policy(name: str, workload: Workload, rule: FairRule | None = None) -> Policy:
+    """The policy of this name, for this workload; `rule` is that of vtc and vtc-tiers.
 
     `rpm` alone has the limit that the engine could serve a minute, in even shares; `rpm:N` has another.
 
@@ -161,7 +164,7 @@ def policy(name: str, workload: Workload) -> Policy:
         ValueError: there is none of this name.
     """
     kind, _, limit = name.partition(":")
-    ledger = Ledger(workload.engine.pool)
+    ledger = Ledger(workload.engine.pool, rule=rule or FairRule())
     if kind == "rpm" and (not limit or (limit.isdecimal() and int(limit))):
         return RequestsPerMinute(FirstCome(ledger), int(limit or workload.even_requests_per_minute))
     if name == "fcfs":

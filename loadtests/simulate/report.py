@@ -26,6 +26,7 @@ POLICY_HEAD: Final = (
     "p95",
     "max s",
     "starved s",
+    "ms/token",
     "refused",
     "idle s",
     "held back s",
@@ -44,6 +45,7 @@ TENANT_HEAD: Final = (
     "wait p50",
     "p95",
     "first token p95",
+    "ms/token p95",
     "starved s",
 )
 
@@ -95,6 +97,7 @@ def policy_row(found: Result) -> list[str]:
         number(found.wait_s.p95),
         number(found.wait_s.most),
         number(found.starved.starved_s),
+        number(found.token_s.p95 * 1e3),
         str(sum(found.refused.values())),
         number(found.idle_for_nothing_s),
         number(held_back),
@@ -120,6 +123,7 @@ def tenants(found: Sequence[TenantResult], shown: int) -> str:
             number(tenant.wait_s.p50),
             number(tenant.wait_s.p95),
             number(tenant.first_token_s.p95),
+            number(tenant.token_s.p95 * 1e3),
             number(tenant.starved_s),
         ]
         for tenant in chosen

@@ -57,6 +57,7 @@ class TenantResult:
         wanted_service: what all its requests would have taken; None where it would have sent for ever.
         fair_service: its part in the weighted max-min fair split of all service that was given, by what it wanted.
         wait_s: in the queue; who still waits at the end counts with its wait so far.
+        token_s: from token to token, the mean of each answer.
         starved_s: the longest stretch with a request waiting and none running.
     """
 
@@ -71,6 +72,7 @@ class TenantResult:
     fair_service: float
     wait_s: Spread
     first_token_s: Spread
+    token_s: Spread
     starved_s: float
 
     @property
@@ -106,6 +108,7 @@ class Result:
     ruling: Ruling
     wait_s: Spread
     first_token_s: Spread
+    token_s: Spread
     sent: int
     finished: int
     waiting: int
@@ -158,6 +161,7 @@ def result(measures: Measures, policy: str, ruling: Ruling, took_s: float) -> Re
             fair[sender.name],
             Spread.of(waits[sender.name]),
             Spread.of(tally.first_tokens_s),
+            Spread.of(tally.tokens_s),
             tally.starved_s,
         )
         for sender in workload.senders
@@ -179,6 +183,7 @@ def result(measures: Measures, policy: str, ruling: Ruling, took_s: float) -> Re
         ruling=ruling,
         wait_s=Spread.of([s for found in waits.values() for s in found]),
         first_token_s=Spread.of([s for tally in tallies.values() for s in tally.first_tokens_s]),
+        token_s=Spread.of([s for tally in tallies.values() for s in tally.tokens_s]),
         sent=sum(t.sent for t in tallies.values()),
         finished=sum(t.finished for t in tallies.values()),
         waiting=sum(len(t.queue) for t in tallies.values()),

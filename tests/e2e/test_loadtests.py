@@ -68,7 +68,7 @@ def test_a_simulation_of_the_measured_engine_runs(start_engine: StartEngine, tmp
     measure = ("calibrate", engine.url, "--kv", "divided", "--rounds", "1", "--save", str(saved))
     said = ran("loadtests.simulate", *measure, timeout_s=200, stream="stderr")
     took_s, told_s = map(
-        float, re.findall(r"8 requests of many sizes took ([\d.]+) s; .* ([\d.]+) s$", said, re.M)[0]
+        float, re.findall(r"8 requests of many sizes took ([\d.]+) s; .* ([\d.]+) s$", said, re.MULTILINE)[0]
     )
     assert 0.1 < told_s / took_s < 10  # a loaded machine is no clock; a wrong unit would show
     found = json.loads(saved.read_text())
