@@ -108,6 +108,7 @@ class FairView:
         drain_idle_s: how long somebody who would have fitted was kept out for it, ever.
         prefill_tokens: prompts granted whose first output has not come.
         voids: what the bound does not cover and has happened.
+        now_s: that moment, on the ledger's clock.
     """
 
     tenants: tuple[TenantService, ...]
@@ -118,6 +119,13 @@ class FairView:
     drain_idle_s: float
     prefill_tokens: int
     voids: frozenset[Void]
+    now_s: float
+
+    @property
+    def oldest_wait_s(self) -> float:
+        """How long the one has waited that has waited longest."""
+        since_s = [one.oldest_since_s for one in self.tenants if one.oldest_since_s is not None]
+        return max(self.now_s - min(since_s, default=self.now_s), 0.0)
 
     @property
     def least_weight_milli(self) -> int:

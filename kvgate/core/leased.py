@@ -264,7 +264,7 @@ class LeasedLedger:
                 self.ledger.take_back(lease_id, now_s)
             del self._ends_at_s[lease_id]
         for gate, _ in _due(self._gates, now_s):
-            for lease_id in [lease_id for lease_id, its in self._gate_of.items() if its == gate]:
+            for lease_id in sorted(lease_id for lease_id, its in self._gate_of.items() if its == gate):
                 self.ledger.withdraw(lease_id)
             del self._gates[gate]
         self.ledger.end_overdue(now_s)

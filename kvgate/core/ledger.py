@@ -205,7 +205,7 @@ class Ledger:
             return self._denied(reservation, Reason.QUEUE_FULL)
         ahead = len(self._queue)
         self._minutes_of(reservation.tenant).take(waiting.charge)
-        self._account(reservation)
+        self._weigh(reservation)
         self._queue.lift(waiting)
         self._queue.add(waiting)
         self._stand(reservation.tenant)
@@ -235,7 +235,7 @@ class Ledger:
         """So much output has come until now: it is charged as far as it was not yet."""
         held = self._held.get(lease_id)
         if held is not None and held.draining_since_s is None and output_tokens > held.streamed_tokens:
-            account, before = self._account(held.waited.reservation), held.filled_tokens
+            account, before = self._accounts[held.waited.tenant], held.filled_tokens
             held.streamed_tokens = output_tokens
             account.filled += held.filled_tokens - before
             self._charge(held, Usage(sum(held.size.distinct), output_tokens), now_s)
@@ -347,7 +347,7 @@ class Ledger:
     def drain(self, lease_id: str, now_s: float) -> None:
         """From now on only the engine can tell that this lease is over; whoever may have handed it over has."""
         held = self._held[lease_id]
-        account = self._account(held.waited.reservation)
+        account = self._accounts[held.waited.tenant]
         account.add(held, -1)
         held.draining_since_s = now_s
         account.add(held, 1)
@@ -480,6 +480,7 @@ class Ledger:
             drain_idle_s=self._clearing_idle_s,
             prefill_tokens=self._prefill_tokens,
             voids=frozenset(self._voids),
+            now_s=now_s,
         )
 
     # -- who is next
@@ -561,7 +562,7 @@ class Ledger:
         self._queue.stand(tenant, first, owner=first is not None and self._in_its_share(first.reservation))
 
     def _stand_all(self) -> None:
-        for tenant in self._queue.tenants():
+        for tenant in sorted(self._queue.tenants()):
             self._stand(tenant)
 
     def _is_here(self, tenant: str) -> bool:
@@ -646,7 +647,8 @@ class Ledger:
 
     # -- take, charge and free
 
-    def _account(self, reservation: Reservation) -> _Account:
+    def _weigh(self, reservation: Reservation) -> _Account:
+        """Its tenant's account, with the weight that it has by now."""
         account = self._accounts.setdefault(reservation.tenant, _Account())
         account.weight_milli = reservation.share.weight_milli
         return account
@@ -662,7 +664,7 @@ class Ledger:
         self._sequences += size.sequences
         self._cells += cells
         self._prefill_tokens += held.prefill_tokens
-        self._account(reservation).add(held, 1)
+        self._weigh(reservation).add(held, 1)
         if self._guarantees.parts or waiting.is_spot:
             self._voids.add(Void.TIERS)
         self._charge(held, Usage(sum(size.distinct), 0), now_s)
@@ -692,7 +694,7 @@ class Ledger:
         self._sequences -= held.size.sequences
         self._cells -= held.cells
         self._prefill_tokens -= held.prefill_tokens
-        self._account(held.waited.reservation).add(held, -1)
+        self._accounts[held.waited.tenant].add(held, -1)
         self._stand(held.waited.tenant)
 
     def _denied(self, reservation: Reservation, reason: Reason) -> Denied:

@@ -69,6 +69,7 @@ class EngineProfile:
     model_path: str | None = None
     model_ftype: str | None = None
     model_bytes: int | None = None
+    kv_bytes_per_token: float | None = None
     n_params: int | None = None
     n_vocab: int | None = None
     n_ctx_train: int | None = None
@@ -143,6 +144,7 @@ class StartupFacts:
     pool_tokens: int | None = None
     kv_type_k: str | None = None
     kv_type_v: str | None = None
+    kv_bytes_per_token: float | None = None
 
 
 def resolve_kv(

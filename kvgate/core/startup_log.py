@@ -26,7 +26,11 @@ _BEGIN = re.compile(
 _CONTEXT = re.compile(_PREFIX + r"llama_context: n_ctx\s+= (\d+)")
 _CAPPED = re.compile(_PREFIX + r"srv\s+load_model: capping per-slot context \((\d+)\) to --kv-unified-per-slot")
 _KV_TYPES = re.compile(_PREFIX + r"llama_kv_cache\w*: size = .*K \((\w+)\):.*V \((\w+)\):")
+_KV_SIZE = re.compile(
+    _PREFIX + r"llama_kv_cache\w*: size =\s+([\d.]+) MiB \(\s*(\d+) cells,\s*\d+ layers,\s*\d+/(\d+) seqs\)"
+)
 
+MIB = 1024 * 1024
 LINE_CHARS_MAX = 4096
 """Longer lines are prompts or templates echoed by a verbose log; no fact stands in one."""
 
@@ -61,6 +65,10 @@ class StartupLog:
         elif self._next.kv_type_k is None and (found := _KV_TYPES.match(line)):
             # The first cache is the model's, a draft model's comes behind it.
             self._next = replace(self._next, kv_type_k=found[1], kv_type_v=found[2])
+            if size := _KV_SIZE.match(line):
+                # So many cells in each of the streams (seen: 202.50 MiB, 1536 cells, 6/6 seqs: 23,040 bytes a cell).
+                cells = int(size[2]) * int(size[3])
+                self._next = replace(self._next, kv_bytes_per_token=float(size[1]) * MIB / cells if cells else None)
 
     def _complete(self, slots: int, n_ctx_slot: int, *, unified: bool) -> None:
         # A draft model's context may stand here too: the smallest that can hold a slot is the safe one.

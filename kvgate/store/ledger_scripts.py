@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from redis.exceptions import NoScriptError
 
 from kvgate.core.drain import LeaseFacts
-from kvgate.core.ledger import LedgerView, asked_tokens
+from kvgate.core.fairness import FairView, TenantService, Void
+from kvgate.core.ledger import Freed, LedgerView, asked_tokens
 from kvgate.core.pool import KvPool
 from kvgate.core.tenant import Tier
 from kvgate.store.errors import StoreUnavailable
@@ -22,7 +23,22 @@ if TYPE_CHECKING:
     from kvgate.core.tenant import Quota
     from kvgate.store.client import StoreClient
 
-STEPS = ("join", "reserve", "cancel", "claim", "settle", "renew", "register", "free", "resize", "leave", "view")
+STEPS = (
+    "join",
+    "reserve",
+    "cancel",
+    "claim",
+    "answered",
+    "settle",
+    "renew",
+    "register",
+    "free",
+    "resize",
+    "guarantee",
+    "leave",
+    "view",
+)
+_COMMON = ("common", "fair", "holding")
 
 
 def source(name: str) -> str:
@@ -46,7 +62,7 @@ class LedgerScripts:
     def __init__(self, client: StoreClient, engine: str, *, clock: str | None = None) -> None:
         self._client: Any = client  # redis-py types every answer as "awaitable or not"
         self.prefix = f"{{kvgate:{engine}}}"
-        head = f"{source('clock') if clock is None else clock}\n{source('common')}\n"
+        head = "\n".join([source("clock") if clock is None else clock, *map(source, _COMMON), ""])
         self.texts = {step: head + source(step) for step in STEPS}
         self._sha1 = {step: hashlib.sha1(text.encode()).hexdigest() for step, text in self.texts.items()}  # noqa: S324
 
@@ -184,6 +200,39 @@ def view_of(found: dict[str, Any]) -> LedgerView:
         held_tokens_by_tenant=column("cells", "running", "draining"),
         drains_overdue=int(found["overdue"]),
     )
+
+
+def fair_view_of(found: dict[str, Any]) -> FairView:
+    """What `view` gave of fairness."""
+    fair = found["fair"]
+    here = [one for one in found.get("tenants", ()) if one["running"] or one["draining"] or one["waiting"]]
+    return FairView(
+        tenants=tuple(
+            TenantService(
+                one["name"],
+                weight_milli=int(one["weight"]),
+                counter_milli=int(one["counter"]),
+                service_milli=int(one["service"]),
+                filled_tokens=int(one["filled"]),
+                waiting=int(one["waiting"]),
+                oldest_since_s=_seconds(one.get("since")),
+            )
+            for one in sorted(here, key=lambda one: str(one["name"]))
+        ),
+        gap_milli=int(fair["gap"]),
+        gap_max_milli=int(fair["gap_max"]),
+        bypasses=int(fair["bypasses"]),
+        drains=int(fair["drains"]),
+        drain_idle_s=fair["drain_idle"] / 1000,
+        prefill_tokens=int(fair["prefill"]),
+        voids=frozenset(Void(what) for what in fair["voids"].split()),
+        now_s=found["now"] / 1000,
+    )
+
+
+def freed_of(found: dict[str, Any]) -> list[Freed]:
+    """What a step gave back."""
+    return [Freed(one["tenant"], one["cells"], one["ms"] / 1000) for one in found.get("freed", ())]
 
 
 def _seconds(ms: float | None) -> float | None:

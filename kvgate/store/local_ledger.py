@@ -133,6 +133,8 @@ class LocalLedger:
         return self._ledger
 
     def _show_draining(self) -> None:
+        if self._ledger is not None:
+            self._ledger.freed.clear()  # the bill is made at the store, which hears of the same leases
         if self._ledger is not None and self._ledger.is_draining():
             self.draining.set()
         else:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgate.core.profile import StartupFacts
-from kvgate.core.startup_log import LINE_CHARS_MAX, StartupLog
+from kvgate.core.startup_log import LINE_CHARS_MAX, MIB, StartupLog
 
 SAMPLES = Path(__file__).parent / "samples"
 SLOTS_LINE = "0.00.376.051 I srv    load_model: initializing, n_slots = 2, n_ctx_slot = 1024, kv_unified = 'false'"
@@ -28,6 +28,9 @@ def read(*lines: str) -> StartupLog:
     return log
 
 
+F16 = 23040.0
+"""Bytes of KV a token of SmolLM2-135M: 30 layers of keys and values, 192 wide, 2 bytes each."""
+
 DIVIDED = StartupFacts(n_slots=6, n_ctx_slot=1536, kv_unified=False)
 UNIFIED = StartupFacts(n_slots=4, n_ctx_slot=2048, kv_unified=True)
 
@@ -36,13 +39,29 @@ UNIFIED = StartupFacts(n_slots=4, n_ctx_slot=2048, kv_unified=True)
     ("name", "facts"),
     [
         ("divided_lv3", DIVIDED),
-        ("divided_lv4", replace(DIVIDED, pool_tokens=9216, kv_type_k="f16", kv_type_v="f16")),
+        ("divided_lv4", replace(DIVIDED, pool_tokens=9216, kv_type_k="f16", kv_type_v="f16", kv_bytes_per_token=F16)),
         ("unified_lv3", UNIFIED),
-        ("unified_lv4", replace(UNIFIED, pool_tokens=2048, kv_type_k="f16", kv_type_v="f16")),
+        ("unified_lv4", replace(UNIFIED, pool_tokens=2048, kv_type_k="f16", kv_type_v="f16", kv_bytes_per_token=F16)),
         ("capped_lv3", StartupFacts(4, 700, kv_unified=True, pool_tokens=2048)),
-        ("capped_lv4", StartupFacts(3, 700, kv_unified=True, pool_tokens=2304, kv_type_k="f16", kv_type_v="f16")),
-        ("draft_lv4", replace(TWO_SLOTS, pool_tokens=2048, kv_type_k="f16", kv_type_v="q8_0")),
-        ("jsonl_lv4", replace(TWO_SLOTS, pool_tokens=2048, kv_type_k="f16", kv_type_v="f16")),
+        (
+            "capped_lv4",
+            StartupFacts(
+                3,
+                700,
+                kv_unified=True,
+                pool_tokens=2304,
+                kv_type_k="f16",
+                kv_type_v="f16",
+                kv_bytes_per_token=50.62 * MIB / 2304,
+            ),
+        ),
+        (
+            "draft_lv4",
+            replace(
+                TWO_SLOTS, pool_tokens=2048, kv_type_k="f16", kv_type_v="q8_0", kv_bytes_per_token=34.45 * MIB / 2048
+            ),
+        ),
+        ("jsonl_lv4", replace(TWO_SLOTS, pool_tokens=2048, kv_type_k="f16", kv_type_v="f16", kv_bytes_per_token=F16)),
         ("quoted_client_lv3", TWO_SLOTS),
     ],
 )
@@ -78,7 +97,10 @@ def test_of_several_starts_the_last_one_counts_and_takes_nothing_from_the_one_be
     log = read(*sample("capped_lv4"), *sample("divided_lv3"))
     assert (log.facts, log.starts) == (DIVIDED, 2)
     log.feed(sample("unified_lv4"))
-    assert (log.facts, log.starts) == (replace(UNIFIED, pool_tokens=2048, kv_type_k="f16", kv_type_v="f16"), 3)
+    assert (log.facts, log.starts) == (
+        replace(UNIFIED, pool_tokens=2048, kv_type_k="f16", kv_type_v="f16", kv_bytes_per_token=F16),
+        3,
+    )
 
 
 def test_a_start_that_died_while_loading_leaves_nothing_to_the_next() -> None:
