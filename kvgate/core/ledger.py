@@ -406,6 +406,10 @@ class Ledger:
         """Whether anything waits for the engine to show an idle slot."""
         return any(held.draining_since_s is not None for held in self._held.values())
 
+    def is_clearing(self) -> bool:
+        """Whether somebody who would fit is kept out for the sake of one that was passed often enough."""
+        return self._kept_out_since_s is not None
+
     def retry_after_s(self) -> float:
         """Seconds until a slot is likely free: the usual hold, times the rounds that the queue needs."""
         return self._hold_s * (1 + len(self._queue) / self.pool.slots)
