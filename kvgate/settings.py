@@ -19,7 +19,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from kvgate.core.tenant import Limits, OnOverflow, Quota, Tenant, TrimSide, TrimStrategy
+from kvgate.core.tenant import Limits, OnOverflow, Quota, ReusePolicy, Tenant, TrimSide, TrimStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -74,6 +74,11 @@ class EngineSettings(_Section):
         None,
         description="File with the engine's vocabulary, a tokenizer.json; none takes the model's GGUF file where it "
         "can be read here.",
+    )
+    dedicated_to: tuple[str, ...] = Field(
+        (),
+        description="Names of the only tenants that this engine serves; empty serves every tenant, none of them with "
+        "prefix reuse (docs/reuse.md).",
     )
     drain_max_s: float = Field(
         120.0, gt=0, description="Seconds after which a hung-up request's KV counts as free without proof."
@@ -236,6 +241,11 @@ class TenantSection(_Section):
         "goes alone.",
     )
 
+    reuse: Literal["off", "canary"] = Field(
+        "off",
+        description="Whether the tenant is on the allowlist for prefix reuse: `off` or `canary` (docs/reuse.md).",
+    )
+
     def tenant(self, name: str) -> Tenant:
         """The tenant that this section declares."""
         return Tenant(
@@ -260,6 +270,7 @@ class TenantSection(_Section):
                 tokens_per_minute=self.tokens_per_minute,
             ),
             models=None if self.models is None else frozenset(self.models),
+            reuse=ReusePolicy(self.reuse),
         )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvgate.cli.answers import refuse, tell
 from kvgate.settings import BadSettings, load
+from kvgate.store.canary import CanaryStore
 from kvgate.store.client import connect
 from kvgate.store.embedded import EmbeddedValkey
 from kvgate.store.errors import StoreUnavailable, store_errors
@@ -44,6 +45,7 @@ class Desk:
     registry: Registry
     sizes: RecentSizes
     where: str
+    canary: CanaryStore
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +124,8 @@ async def _open(settings: Settings, *, makes_store: bool) -> AsyncIterator[Desk]
         stack.push_async_callback(client.aclose)
         await _check_answers(client, where)
         registry = Registry(client, timeout_s=ANSWER_TIMEOUT_S)
-        yield Desk(registry, RecentSizes(client, timeout_s=ANSWER_TIMEOUT_S), where)
+        canary = CanaryStore(client, timeout_s=ANSWER_TIMEOUT_S)
+        yield Desk(registry, RecentSizes(client, timeout_s=ANSWER_TIMEOUT_S), where, canary)
 
 
 async def _check_answers(client: Any, where: str) -> None:

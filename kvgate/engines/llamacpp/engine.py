@@ -155,10 +155,16 @@ class LlamaCpp:
         return profile.pool(margin_tokens=settings.margin_tokens, headroom_ratio=settings.headroom_ratio)
 
     def reuse_edit(self, reuse: Reuse) -> Edit:
-        """Reuse off: said explicitly, since llama.cpp's default is on; nothing of the client's own stays."""
+        """Said explicitly either way, since llama.cpp's default is on; nothing of the client's own stays.
+
+        Kept is the common prefix alone: `n_cache_reuse` would shift later pieces together, whose KV was computed
+        behind another text.
+        """
         match reuse:
             case Reuse.OFF:
                 return Edit({"cache_prompt": False}, REUSE_FIELDS)
+            case Reuse.KEEP:
+                return Edit({"cache_prompt": True, "n_cache_reuse": 0}, REUSE_FIELDS)
 
     @property
     def is_undersized(self) -> bool:
