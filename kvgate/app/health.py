@@ -116,9 +116,30 @@ def profile_warnings(profile: EngineProfile) -> list[str]:
             f"of {n_ctx} tokens: safe, and slower than need be. Name the engine's log (--engine-log FILE), or write "
             f'kv_topology = "divided" (or "unified", with pool_tokens) under [engine]'
         )
+    warnings += reuse_warnings(profile)
     if not profile.slots_visible:
         warnings.append(
             "the engine does not show its slots (started with --no-slots), so what a hung-up request held is counted "
             "until drain_max_s has passed"
+        )
+    return warnings
+
+
+def reuse_warnings(profile: EngineProfile) -> list[str]:
+    """What of the engine's own caches goes on although every request says `cache_prompt: false`."""
+    warnings = []
+    if profile.cache_ram_mib is not None and profile.cache_ram_mib.value != 0:
+        idle = (
+            ", and idle slots are saved there" if profile.cache_idle_slots and profile.cache_idle_slots.value else ""
+        )
+        warnings.append(
+            "the engine keeps a RAM prompt cache that all its slots share" + idle + ": what one tenant said may be "
+            "kept in it, and came back to another on some builds (llama.cpp issue 27148). Start it with "
+            "--cache-ram 0 --no-cache-idle-slots"
+        )
+    if profile.context_shift is not None and profile.context_shift.value:
+        warnings.append(
+            "the engine shifts its context (--context-shift): it drops the middle of a sequence that outgrows its "
+            "slot, without a word to the client. Start it without that flag"
         )
     return warnings

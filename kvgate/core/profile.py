@@ -6,11 +6,15 @@ import hashlib
 import json
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from kvgate.core.pool import KvPool
 
 T_co = TypeVar("T_co", covariant=True)
+
+
+UNLIMITED: Final = -1
+"""The size of a RAM prompt cache without a limit, in MiB, as llama.cpp's own flag says it."""
 
 
 class Source(StrEnum):
@@ -56,6 +60,9 @@ class EngineProfile:
         instance: what tells this process from its successor (llama.cpp draws a new `media_marker` at each
             start), or None where the engine shows nothing of the kind.
         counts, slots_visible: which of the engine's optional endpoints answer.
+        cache_ram_mib: the size of the RAM prompt cache that all slots share, 0 where it is off, `UNLIMITED`.
+        cache_idle_slots: whether a slot's sequence is saved there when another begins.
+        context_shift: whether the engine drops the middle of a sequence that outgrows its slot, by itself.
     """
 
     kind: str
@@ -76,6 +83,9 @@ class EngineProfile:
     kv_type_k: Fact[str] | None = None
     kv_type_v: Fact[str] | None = None
     slots_visible: bool = True
+    cache_ram_mib: Fact[int] | None = None
+    cache_idle_slots: Fact[bool] | None = None
+    context_shift: Fact[bool] | None = None
 
     @property
     def kv_type(self) -> str:
@@ -104,6 +114,7 @@ class EngineProfile:
             self.n_ctx_slot.value,
             self.total_slots.value,
             self.topology.value,
+            *(fact and fact.value for fact in (self.cache_ram_mib, self.cache_idle_slots, self.context_shift)),
         )
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
@@ -143,6 +154,9 @@ class StartupFacts:
     pool_tokens: int | None = None
     kv_type_k: str | None = None
     kv_type_v: str | None = None
+    cache_ram_mib: int | None = None
+    cache_idle_slots: bool | None = None
+    context_shift: bool | None = None
 
 
 def resolve_kv(

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvgate.core.profile import StartupFacts
-from kvgate.core.startup_log import LINE_CHARS_MAX, StartupLog
+from kvgate.core.profile import UNLIMITED, StartupFacts
+from kvgate.core.startup_log import LATE_LINES_MAX, LINE_CHARS_MAX, StartupLog
 
 SAMPLES = Path(__file__).parent / "samples"
 SLOTS_LINE = "0.00.376.051 I srv    load_model: initializing, n_slots = 2, n_ctx_slot = 1024, kv_unified = 'false'"
@@ -36,13 +36,18 @@ UNIFIED = StartupFacts(n_slots=4, n_ctx_slot=2048, kv_unified=True)
     ("name", "facts"),
     [
         ("divided_lv3", DIVIDED),
-        ("divided_lv4", replace(DIVIDED, pool_tokens=9216, kv_type_k="f16", kv_type_v="f16")),
+        ("divided_lv4", replace(DIVIDED, pool_tokens=9216, kv_type_k="f16", kv_type_v="f16", cache_ram_mib=8192)),
         ("unified_lv3", UNIFIED),
-        ("unified_lv4", replace(UNIFIED, pool_tokens=2048, kv_type_k="f16", kv_type_v="f16")),
+        ("unified_lv4", replace(UNIFIED, pool_tokens=2048, kv_type_k="f16", kv_type_v="f16", cache_ram_mib=8192)),
         ("capped_lv3", StartupFacts(4, 700, kv_unified=True, pool_tokens=2048)),
-        ("capped_lv4", StartupFacts(3, 700, kv_unified=True, pool_tokens=2304, kv_type_k="f16", kv_type_v="f16")),
-        ("draft_lv4", replace(TWO_SLOTS, pool_tokens=2048, kv_type_k="f16", kv_type_v="q8_0")),
-        ("jsonl_lv4", replace(TWO_SLOTS, pool_tokens=2048, kv_type_k="f16", kv_type_v="f16")),
+        (
+            "capped_lv4",
+            StartupFacts(
+                3, 700, kv_unified=True, pool_tokens=2304, kv_type_k="f16", kv_type_v="f16", cache_ram_mib=8192
+            ),
+        ),
+        ("draft_lv4", replace(TWO_SLOTS, pool_tokens=2048, kv_type_k="f16", kv_type_v="q8_0", cache_ram_mib=8192)),
+        ("jsonl_lv4", replace(TWO_SLOTS, pool_tokens=2048, kv_type_k="f16", kv_type_v="f16", cache_ram_mib=8192)),
         ("quoted_client_lv3", TWO_SLOTS),
     ],
 )
@@ -78,7 +83,10 @@ def test_of_several_starts_the_last_one_counts_and_takes_nothing_from_the_one_be
     log = read(*sample("capped_lv4"), *sample("divided_lv3"))
     assert (log.facts, log.starts) == (DIVIDED, 2)
     log.feed(sample("unified_lv4"))
-    assert (log.facts, log.starts) == (replace(UNIFIED, pool_tokens=2048, kv_type_k="f16", kv_type_v="f16"), 3)
+    assert (log.facts, log.starts) == (
+        replace(UNIFIED, pool_tokens=2048, kv_type_k="f16", kv_type_v="f16", cache_ram_mib=8192),
+        3,
+    )
 
 
 def test_a_start_that_died_while_loading_leaves_nothing_to_the_next() -> None:
@@ -182,6 +190,38 @@ def test_what_a_client_said_before_a_restart_is_forgotten_by_it() -> None:
     """Neither a quoted context nor a quoted KV type finds its way into the next start."""
     quoted = [f"W srv operator(): got exception: {line}" for line in sample("capped_lv4")]
     assert read(*quoted, *sample("divided_lv3")).facts == DIVIDED
+
+
+RAM_CACHE = "0.00.436.713 I srv    load_model: prompt cache is enabled, size limit: 8192 MiB"
+IDLE = "0.00.436.774 I srv          init: idle slots will be saved to prompt cache upon starting a new task"
+NO_RAM_CACHE = "0.00.852.366 I srv    load_model: prompt cache is disabled - use `--cache-ram N` to enable it"
+LOADED = "0.00.438.660 I srv          init: model loaded"
+
+
+@pytest.mark.parametrize(
+    ("lines", "mib", "idle"),
+    [
+        ([RAM_CACHE, IDLE], 8192, True),
+        ([RAM_CACHE], 8192, None),
+        ([RAM_CACHE.replace("8192 MiB", "no limit")], UNLIMITED, None),
+        ([NO_RAM_CACHE, IDLE], 0, False),
+        ([IDLE], None, None),
+        ([], None, None),
+        ([LOADED, RAM_CACHE], None, None),
+        (["a line"] * LATE_LINES_MAX + [RAM_CACHE], None, None),
+        ([f"W srv operator(): got exception: {RAM_CACHE}"], None, None),
+    ],
+)
+def test_the_ram_prompt_cache_is_told_behind_the_slots(lines: list[str], mib: int | None, idle: bool | None) -> None:
+    """Until the model is loaded and no later, since clients are served then."""
+    log = read(SLOTS_LINE, *lines, LOADED)
+    assert log.facts == replace(TWO_SLOTS, cache_ram_mib=mib, cache_idle_slots=idle)
+    assert log.is_settled
+
+
+def test_a_start_settles_when_the_model_is_loaded() -> None:
+    """Until then it may say more."""
+    assert [read(*lines).is_settled for lines in ([], [SLOTS_LINE], [SLOTS_LINE, RAM_CACHE])] == [False] * 3
 
 
 @given(st.lists(st.text(max_size=60) | st.sampled_from(sample("divided_lv4") + sample("jsonl_lv4"))))
