@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from kvgate.core.reason import Reason, Refusal, refusal
+from kvgate.core.reuse import Reuse
 from kvgate.core.sse import EventSplitter, EventTooLarge
 from kvgate.ports import LineFailed, LineStalled, Refused
 from kvgate.upstream import RETRY_AFTER_S, whole_body
 from kvgate.wire.answers import is_answer, is_error
+from kvgate.wire.masking import masked, masked_event
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,11 +97,12 @@ async def _stream(
 ) -> Relayed:
     tap = dialect.tap(admitted.request)
     splitter = EventSplitter()
+    shown = masked_event if admitted.reuse is Reuse.OFF else bytes
     begun, problem = False, ""
     reason = Reason.ENGINE_FAILED
     try:
         while data := await admitted.line.read():
-            if out := b"".join([tap.take(event) for event in splitter.feed(data)]):
+            if out := b"".join([shown(tap.take(event)) for event in splitter.feed(data)]):
                 if not begun:
                     begun = True
                     await client.begin(200, headers)
@@ -137,7 +140,8 @@ async def _whole(admitted: Admitted, dialect: Dialect, head: Head, say: _Say) ->
     if is_error(body):
         return await say(admitted.explain(500, body), "an error inside a 200")
     admitted.receipt.told = dialect.told(admitted.request, body)
-    await say.client.whole(head.status, {**_passed_on(head), **say.headers}, body)
+    shown = masked(body) if admitted.reuse is Reuse.OFF else body
+    await say.client.whole(head.status, {**_passed_on(head), **say.headers}, shown)
     return Relayed(head.status)
 
 

@@ -19,16 +19,19 @@ from kvgate.admin.listener import admin_app
 from kvgate.app.engine_watch import ENGINE_POLL_S, LifeWatch, SlotsWatch, look_at
 from kvgate.app.explaining import Explainer
 from kvgate.app.health import Health
+from kvgate.app.reuse_keeper import ReuseKeeper
 from kvgate.app.tenants_file import STORE_TIMEOUT_S, NotApplied, TenantsFile
 from kvgate.core.engine_state import EngineState
 from kvgate.core.profile import KvSettings, Topology
 from kvgate.core.reason import Reason
+from kvgate.core.warmth import Warmth
 from kvgate.engines.llamacpp import CountingSettings, LlamaCpp, LlamaCppSettings
 from kvgate.gate import Gate
 from kvgate.log import RequestLog
 from kvgate.metrics import Metrics
 from kvgate.settings import BadSettings, reloaded
 from kvgate.startup import Child, LogFile
+from kvgate.store.canary import CanaryStore, CanaryWatch
 from kvgate.store.client import connect
 from kvgate.store.embedded import EmbeddedValkey
 from kvgate.store.errors import StoreUnavailable
@@ -59,11 +62,13 @@ class _Observers:
     metrics: Metrics
     request_log: RequestLog
     sizes: RecentSizes
+    reuse: ReuseKeeper
 
     def request(self, record: RequestRecord) -> None:
         self.metrics.request(record)
         self.request_log.request(record)
         self.sizes.request(record)
+        self.reuse.request(record)
 
 
 class App:
@@ -328,7 +333,20 @@ class App:
         sizes = RecentSizes(client)
         stack.push_async_callback(sizes.flush)
         await self._run_beside(stack, [sizes.run()])
-        gate = Gate(self._engine, ledger, new_id=lambda: secrets.token_hex(16))
+        canary = CanaryStore(client)
+        watch = CanaryWatch(canary)
+        await watch.refresh()
+        reuse = ReuseKeeper(
+            canary,
+            watch,
+            tenants,
+            dedicated_to=self._settings.engine.dedicated_to,
+            profile=lambda: self._engine.profile,
+            clock=self._clock,
+        )
+        await self._run_beside(stack, [watch.watch(), reuse.run()])
+        warmth = Warmth(secrets.token_bytes(32))
+        gate = Gate(self._engine, ledger, new_id=lambda: secrets.token_hex(16), rule=reuse, warmth=warmth)
         return Health(
             self._settings,
             self._engine,
@@ -336,19 +354,20 @@ class App:
             self._metrics,
             tenants,
             file,
-            self._make_front(gate, tenants, sizes),
+            self._make_front(gate, tenants, sizes, reuse),
             self._life,
             SlotsWatch(self._engine, ledger, self._clock),
             Explainer(gate, tenants, served_routes(), ledger.view).explain,
+            reuse,
         )
 
-    def _make_front(self, gate: Gate, tenants: ValkeyTenants, sizes: RecentSizes) -> Front:
+    def _make_front(self, gate: Gate, tenants: ValkeyTenants, sizes: RecentSizes, reuse: ReuseKeeper) -> Front:
         return Front(
             gate,
             self._engine,
             tenants=tenants,
             routes=served_routes(),
-            observer=_Observers(self._metrics, RequestLog(), sizes),
+            observer=_Observers(self._metrics, RequestLog(), sizes, reuse),
             clock=self._clock,
             settings=_web_settings(self._settings),
         )

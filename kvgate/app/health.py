@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from kvgate.app.engine_watch import LifeWatch, SlotsWatch
+    from kvgate.app.reuse_keeper import ReuseKeeper
     from kvgate.app.tenants_file import TenantsFile
     from kvgate.core.profile import EngineProfile
     from kvgate.engines.llamacpp import LlamaCpp
@@ -40,6 +41,7 @@ class Health:
     life: LifeWatch
     slots: SlotsWatch
     explain: Callable[[str, str, bytes], Awaitable[dict[str, Any]]]
+    reuse: ReuseKeeper
     settings_problem: str | None = None
 
     def problems(self) -> list[str]:
@@ -72,6 +74,7 @@ class Health:
         if self.settings_problem is not None:
             warnings.append(self.settings_problem)
         warnings += self.engine.erred_proofs()
+        warnings += self.reuse.warnings()
         if (outage := self.ledger.outage_pool) is not None:
             warnings.append(
                 f"the store is out: this gate goes by what it held, {outage.slots} slots and {outage.tokens} tokens"
@@ -96,6 +99,7 @@ class Health:
             "engine": engine,
             "engine_life": self.life.told(),
             "counting": self.engine.proofs(),
+            "reuse": self.reuse.told(),
             "ledger": self.ledger.view(),
             "pid": os.getpid(),
             "in_flight": self.front.in_flight,

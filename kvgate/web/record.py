@@ -116,7 +116,7 @@ def _with_cost(record: RequestRecord, admitted: Admitted, counted: Counted, unto
     An answer that was cut before it told is charged for its whole prompt and for what passed of its output; so is
     one whose client left before any of it came: the engine was at work on the prompt.
     """
-    record = replace(record, queued_s=admitted.lease.queued_s)
+    record = replace(record, queued_s=admitted.lease.queued_s, reuse=admitted.reuse.value)
     told = admitted.receipt.told
     if told is None:
         # An API that tells no usage and generates nothing cost what was counted.

@@ -66,6 +66,7 @@ class Story:
             body=b"the judged body",
             line=self.line,
             lease=Lease("x", 11, 1, 0.0),
+            cold=False,
             reuse=Reuse.OFF,
             start=lambda: self.told.append("start"),
             answered=lambda: self.told.append("answered"),
