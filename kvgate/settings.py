@@ -132,6 +132,17 @@ class HttpSettings(_Section):
     stop_grace_s: float = Field(30.0, ge=0, description="Seconds that running requests get to finish on SIGTERM.")
 
 
+class CanarySettings(_Section):
+    """Prefix reuse: how its evidence is kept true (docs/reuse.md)."""
+
+    every_h: float = Field(
+        0.0,
+        ge=0,
+        description="Hours after which the suite runs again on a pinned engine, and at once on a process that takes "
+        "its place; 0 leaves both to `kvgate canary run`.",
+    )
+
+
 class Settings(BaseSettings):
     """All settings of `kvgate serve`."""
 
@@ -162,6 +173,7 @@ class Settings(BaseSettings):
     engine: EngineSettings = Field(EngineSettings(), description="The engine.")
     store: StoreSettings = Field(StoreSettings(), description="The store.")
     http: HttpSettings = Field(HttpSettings(), description="The tenants' side.")
+    canary: CanarySettings = Field(CanarySettings(), description="Prefix reuse.")
 
     @model_validator(mode="after")
     def _two_listeners(self) -> Self:

@@ -43,6 +43,7 @@ from kvgate.web import Front, WebSettings, served_routes
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
+    from kvgate.app.canary_schedule import SuiteRunner
     from kvgate.ports import RequestRecord
     from kvgate.settings import Reloaded, Settings
 
@@ -80,6 +81,7 @@ class App:
         announce: told, once, that the gate listens: the tenants' URL and the operator's.
         reread: reads the settings anew, on SIGHUP; raises `BadSettings`.
         worker: one of several processes on one address: the socket where its operator's side listens.
+        suite: runs the reuse suite by schedule (`canary.every_h`).
     """
 
     def __init__(
@@ -89,6 +91,8 @@ class App:
         announce: Callable[[str, str], None] | None = None,
         reread: Callable[[], Settings] | None = None,
         worker: Path | None = None,
+        *,
+        suite: SuiteRunner | None = None,
     ) -> None:
         if settings.engine.url is None:
             raise CannotStart("no engine: give --upstream http://host:port, or engine.url in kvgate.toml")
@@ -96,6 +100,7 @@ class App:
         self._announce = announce
         self._reread = reread
         self._worker = worker
+        self._suite = suite
         self._clock = time.monotonic
         self._child = Child(command) if command else None
         self._metrics = Metrics()
@@ -200,6 +205,8 @@ class App:
         log.info(event, extra={"url": url, "admin_url": admin_url})
         if self._announce is not None:
             self._announce(url, admin_url)
+        if (schedule := health.reuse.schedule(self._suite, self._settings.canary.every_h)) is not None:
+            await self._run_beside(stack, [schedule.watch(url)])
 
     async def _run_beside(self, stack: AsyncExitStack, jobs: list[Coroutine[Any, Any, None]]) -> None:
         """Run the watchers beside the servers; one that fails stops the gate rather than leave it half blind."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING, Any, Final
 
+from kvgate.app.canary_schedule import CanarySchedule
 from kvgate.core.canary import SUITE_TENANT, Sharers, Violations, is_listed, reuse_of, why_off
 from kvgate.core.engine_state import lasting
 from kvgate.core.reuse import Reuse
@@ -15,6 +17,7 @@ from kvgate.store.errors import StoreUnavailable
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvgate.app.canary_schedule import SuiteRunner
     from kvgate.core.profile import EngineProfile
     from kvgate.core.tenant import Tenant
     from kvgate.ports import Clock, RequestRecord, Tenants
@@ -81,6 +84,13 @@ class ReuseKeeper:
         known = {name: self._tenants.by_name(name) for name in self._dedicated_to}
         unlisted = (name for name, tenant in known.items() if tenant is not None and not is_listed(tenant, state))
         return Sharers(self._dedicated_to, frozenset(unlisted))
+
+    def schedule(self, run: SuiteRunner | None, every_h: float) -> CanarySchedule | None:
+        """Who repeats the suite, where that is wanted and there is one."""
+        if not every_h or run is None:
+            return None
+        every_s = every_h * 3600
+        return CanarySchedule(run, self._store, self._watch, profile=self._profile, every_s=every_s, now=time.time)
 
     # -- violations
 
