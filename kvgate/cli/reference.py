@@ -145,8 +145,8 @@ def _output_limits() -> Iterator[str]:
 
 def _reuse() -> Iterator[str]:
     yield (
-        "What asks for, pins or keys prefix reuse. None of it is taken from a client, on any API; the same name anywhere "
-        "else, as\nin a tool's arguments, stays (docs/reuse.md).\n"
+        "What asks for, pins or keys prefix reuse. None of it is taken from a client, on any API; the same name "
+        "anywhere\nelse, as in a tool's arguments, stays (docs/reuse.md).\n"
     )
     yield "| field | where | what it does |\n|---|---|---|"
     for row in FIELDS:

@@ -20,6 +20,9 @@ EACH: Final = "*"
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _COMMA = re.compile(r"[, \t\n\r]*")
+_SPELLED = re.compile(r"\\u00[2-7]")
+"""A name may be spelled with escapes; those of other alphabets are none of its letters."""
+
 _scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]  # the C scanner, public but unlisted
 
 
@@ -54,7 +57,7 @@ class Pruner:
     def pruned(self, document: JsonObject) -> JsonObject:
         """The document without those members; itself where it has none. A member twice goes twice."""
         text = document.text
-        if "\\u" not in text and not any(f'"{name}"' in text for name in self._names):
+        if not any(f'"{name}"' in text for name in self._names) and _SPELLED.search(text) is None:
             return document
         cuts: list[tuple[int, int]] = []
         for name, member in document.members.items():

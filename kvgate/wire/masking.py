@@ -10,7 +10,7 @@ from kvgate.core.sse import EventSplitter, event_data
 from kvgate.wire.answers import parsed
 
 _TOLD: Final = re.compile(
-    rb'(?<!\\)("(?:cache_n|cached_tokens|cache_read_input_tokens|cache)"\s*:\s*)(?:[1-9][0-9]*|0\.[0-9]+)'
+    rb'("cache(?<!\\"cache)(?:_n|d_tokens|_read_input_tokens|)"\s*:\s*)(?:[1-9][0-9]*|0\.[0-9]+)'
 )
 """A figure that is not 0; within a text its quotes would be escaped."""
 

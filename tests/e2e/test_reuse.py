@@ -72,7 +72,8 @@ async def bare(engine: EngineProcess, prompt: str, **fields: Any) -> int:
 
 def greedy(body: dict[str, Any]) -> dict[str, Any]:
     """The same request, asking for reuse in every way that there is."""
-    asked: dict[str, Any] = {**copy.deepcopy(body), **dict.fromkeys(REUSE_FIELDS, 1), "cache_prompt": True, "id_slot": 0}
+    everything = dict.fromkeys(REUSE_FIELDS, 1) | {"cache_prompt": True, "id_slot": 0}
+    asked: dict[str, Any] = {**copy.deepcopy(body), **everything}
     for message in asked.get("messages", []):
         message["cache_control"] = MARK
     return asked
