@@ -36,6 +36,7 @@ from kvgate.store.client import connect
 from kvgate.store.embedded import EmbeddedValkey
 from kvgate.store.errors import StoreUnavailable
 from kvgate.store.recent_sizes import RecentSizes
+from kvgate.store.reports import Reports
 from kvgate.store.shared_ledger import SharedLedger, SharedSettings, engine_id
 from kvgate.store.tenants import ValkeyTenants
 from kvgate.web import Front, WebSettings, served_routes
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from kvgate.app.canary_schedule import SuiteRunner
     from kvgate.ports import RequestRecord
     from kvgate.settings import Reloaded, Settings
+    from kvgate.store.client import StoreClient
 
 log = logging.getLogger("kvgate.app")
 
@@ -63,12 +65,14 @@ class _Observers:
     metrics: Metrics
     request_log: RequestLog
     sizes: RecentSizes
+    reports: Reports
     reuse: ReuseKeeper
 
     def request(self, record: RequestRecord) -> None:
         self.metrics.request(record)
         self.request_log.request(record)
         self.sizes.request(record)
+        self.reports.request(record)
         self.reuse.request(record)
 
 
@@ -184,7 +188,10 @@ class App:
         connections = lambda: self._engine.upstream.open_connections  # noqa: E731 - one expression, handed on at once
         ready = lambda: not health.problems()  # noqa: E731 - likewise
         store_out = lambda: health.ledger.is_out  # noqa: E731 - likewise
-        self._metrics.watch(lambda: self._engine.profile, health.ledger.view, ready, connections, store_out)
+        least = lambda: health.settings.engine.context_tokens_min  # noqa: E731 - likewise
+        self._metrics.watch(
+            lambda: self._engine.profile, health.ledger.view, ready, connections, store_out, context_tokens_min=least
+        )
         self._metrics.watch_life(lambda: self._life.life.state, lambda: health.slots.foreign)
         told = admin_app(
             self._metrics,
@@ -194,6 +201,7 @@ class App:
             engine=self._life.told,
             refresh=health.ledger.refresh,
             explain=health.explain,
+            reports=health.reports,
             body_bytes_max=self._settings.http.body_bytes_max,
         )
         admin = web.AppRunner(told, access_log=None)
@@ -339,7 +347,29 @@ class App:
             raise CannotStart(str(error)) from None
         sizes = RecentSizes(client)
         stack.push_async_callback(sizes.flush)
-        await self._run_beside(stack, [sizes.run()])
+        reports = Reports(client, keep_s=self._settings.report.keep_s, kept_max=self._settings.report.kept_max)
+        stack.push_async_callback(reports.flush)
+        await self._run_beside(stack, [sizes.run(), reports.run()])
+        reuse = await self._open_reuse(stack, client, tenants)
+        warmth = Warmth(secrets.token_bytes(32))
+        gate = Gate(self._engine, ledger, new_id=lambda: secrets.token_hex(16), rule=reuse, warmth=warmth)
+        return Health(
+            self._settings,
+            self._engine,
+            ledger,
+            self._metrics,
+            tenants,
+            file,
+            self._make_front(gate, tenants, _Observers(self._metrics, RequestLog(), sizes, reports, reuse)),
+            self._life,
+            SlotsWatch(self._engine, ledger, self._clock),
+            Explainer(gate, tenants, served_routes(), ledger.view).explain,
+            reports.of,
+            reuse,
+        )
+
+    async def _open_reuse(self, stack: AsyncExitStack, client: StoreClient, tenants: ValkeyTenants) -> ReuseKeeper:
+        """Who keeps prefix reuse to those who may have it, told by the store before the first request."""
         canary = CanaryStore(client)
         watch = CanaryWatch(canary)
         await watch.refresh()
@@ -352,29 +382,15 @@ class App:
             clock=self._clock,
         )
         await self._run_beside(stack, [watch.watch(), reuse.run()])
-        warmth = Warmth(secrets.token_bytes(32))
-        gate = Gate(self._engine, ledger, new_id=lambda: secrets.token_hex(16), rule=reuse, warmth=warmth)
-        return Health(
-            self._settings,
-            self._engine,
-            ledger,
-            self._metrics,
-            tenants,
-            file,
-            self._make_front(gate, tenants, sizes, reuse),
-            self._life,
-            SlotsWatch(self._engine, ledger, self._clock),
-            Explainer(gate, tenants, served_routes(), ledger.view).explain,
-            reuse,
-        )
+        return reuse
 
-    def _make_front(self, gate: Gate, tenants: ValkeyTenants, sizes: RecentSizes, reuse: ReuseKeeper) -> Front:
+    def _make_front(self, gate: Gate, tenants: ValkeyTenants, observer: _Observers) -> Front:
         return Front(
             gate,
             self._engine,
             tenants=tenants,
             routes=served_routes(),
-            observer=_Observers(self._metrics, RequestLog(), sizes, reuse),
+            observer=observer,
             clock=self._clock,
             settings=_web_settings(self._settings),
         )

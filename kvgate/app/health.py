@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvgate.engines.llamacpp import LlamaCpp
     from kvgate.metrics import Metrics
     from kvgate.settings import Settings
+    from kvgate.store.reports import Report
     from kvgate.store.shared_ledger import SharedLedger
     from kvgate.store.tenants import ValkeyTenants
     from kvgate.web import Front
@@ -41,6 +42,7 @@ class Health:
     life: LifeWatch
     slots: SlotsWatch
     explain: Callable[[str, str, bytes], Awaitable[dict[str, Any]]]
+    reports: Callable[[str], Awaitable[tuple[Report, ...]]]
     reuse: ReuseKeeper
     settings_problem: str | None = None
 
@@ -132,9 +134,11 @@ def profile_warnings(profile: EngineProfile) -> list[str]:
 def reuse_warnings(profile: EngineProfile) -> list[str]:
     """What of the engine's own caches goes on although every request says `cache_prompt: false`."""
     warnings = []
-    if profile.cache_ram_mib is not None and profile.cache_ram_mib.value != 0:
+    if profile.prompt_cache_mib is not None and profile.prompt_cache_mib.value != 0:
         idle = (
-            ", and idle slots are saved there" if profile.cache_idle_slots and profile.cache_idle_slots.value else ""
+            ", and idle slots are saved there"
+            if profile.idle_slots_cached and profile.idle_slots_cached.value
+            else ""
         )
         warnings.append(
             "the engine keeps a RAM prompt cache that all its slots share" + idle + ": what one tenant said may be "

@@ -213,6 +213,16 @@ def test_gauges_are_read_at_each_scrape() -> None:
     assert value(world.metrics, "kvgate_upstream_connections") == 3
 
 
+def test_the_least_context_is_the_setting_that_is_in_force() -> None:
+    """Read at each scrape, since a reload may change it; 0 where there is none."""
+    least: int | None = None
+    metrics = Metrics()
+    metrics.watch(lambda: None, lambda: None, lambda: True, lambda: 0, context_tokens_min=lambda: least)
+    assert value(metrics, "kvgate_engine_context_min_tokens") == 0
+    least = 4096
+    assert value(metrics, "kvgate_engine_context_min_tokens") == 4096
+
+
 def test_every_state_has_a_sample_and_one_of_them_is_1() -> None:
     """An alert on one state needs no other: those that the engine is not in are 0, not absent."""
     state = EngineState.SERVING
@@ -306,10 +316,12 @@ def test_waiting_requests_are_shown_by_tenant() -> None:
         waiting_by_tenant=(("acme", 2), ("beta", 1)),
         held_tokens_by_tenant=(("acme", 7),),
         drains_overdue=4,
+        leases_expired=2,
     )
     assert value(world.metrics, "kvgate_queue_depth", tenant="acme") == 2
     assert value(world.metrics, "kvgate_queue_depth", tenant="beta") == 1
     assert value(world.metrics, "kvgate_drains_overdue") == 4
+    assert value(world.metrics, "kvgate_leases_expired") == 2
 
 
 def test_a_label_of_strange_letters_cannot_break_the_text() -> None:
