@@ -103,8 +103,6 @@ class ReuseKeeper:
             return
         self._violations += 1
         self._violated_at_s = self._clock()
-        told = {"tenant": record.tenant, "cached_tokens": record.usage.cached_tokens, "request_id": record.request_id}
-        log.error("the engine reused tokens although it was told not to", extra=told)
         profile = self._profile()
         if self._in_a_row.unpins and profile is not None and profile.fingerprint not in self._unpinning:
             self._unpinning[profile.fingerprint] = (

@@ -169,7 +169,10 @@ class CanaryWatch:
     async def refresh(self) -> None:
         """Look once."""
         try:
-            self.state = await self._store.state()
+            before, self.state = self.state, await self._store.state()
+            if self.state != before:
+                pinned = sorted({pin.fingerprint for pin in self.state.pins})
+                _log.info("prefix reuse", extra={"pinned": pinned, "widened": sorted(self.state.widened)})
         except StoreUnavailable as problem:
             if self.state is not None:
                 _log.warning("store out, prefix reuse is off for everybody", extra={"problem": str(problem)})
