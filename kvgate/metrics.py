@@ -105,6 +105,11 @@ class Metrics:
             "Answers that reused a KV prefix although reuse was off. Must stay 0.",
             ("tenant",),
         )
+        self._reuse = self._counter(
+            "kvgate_reuse",
+            "Admitted requests by the prefix reuse that they had: off, on.",
+            ("tenant", "reuse"),
+        )
         self._engine_changes = self._counter(
             "kvgate_engine_changes", "Times the engine became another one after it was first seen.", ("what",)
         )
@@ -150,6 +155,8 @@ class Metrics:
             self._hangups.labels(record.tenant).inc()
         # Counted at 0 too: what must stay 0 is there to be looked at from the first request on.
         self._reuse_violations.labels(record.tenant).inc(record.reuse_violation)
+        if record.reuse:
+            self._reuse.labels(record.tenant, record.reuse).inc()
         if record.proof:
             self._drift.labels(record.dialect, record.proof).inc(record.count_drift_tokens != 0)
             self._counts.labels(record.proof).inc()

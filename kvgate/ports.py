@@ -300,6 +300,12 @@ class Engine(Protocol):
     def reuse_edit(self, reuse: Reuse) -> Edit:
         """The edit that tells this kind of engine what prefix reuse the request may have."""
 
+    def unmarked(self, document: JsonObject) -> JsonObject:
+        """The body without the marks, deep inside it, that ask for or key reuse; every other byte as it came."""
+
+    def carries_reuse(self, dialect: str) -> bool:
+        """Whether a request of this dialect can ask for reuse, or against it."""
+
     def reuse_is_off(self, dialect: str, profile: EngineProfile) -> bool | None:
         """Whether a request of this dialect can be kept from reuse on this engine.
 
@@ -327,6 +333,16 @@ class StartupLogSource(Protocol):
 
     def read(self) -> StartupLog:
         """All that the log has said until now, read."""
+
+
+class ReuseRule(Protocol):
+    """Who may be served by this engine, and who of them may reuse (the rule itself is `core.canary`)."""
+
+    def serves(self, tenant: Tenant) -> bool:
+        """Whether the engine is there for this tenant at all."""
+
+    def of(self, tenant: Tenant, profile: EngineProfile, *, asked: bool) -> Reuse:
+        """What a request has on the engine of this very connection; `asked` is whether it asks for reuse."""
 
 
 def nothing_yet() -> int:

@@ -28,6 +28,7 @@ from kvgate.core.tenant import (
     LoopGuard,
     OnOverflow,
     Quota,
+    ReusePolicy,
     Share,
     Tenant,
     Tier,
@@ -94,6 +95,11 @@ class EngineSettings(_Section):
         ge=1,
         description="Tokens of prompts that may be read at once: granted, and no output yet. A larger prompt goes "
         "alone. None sets no bound (docs/fairness.md).",
+    )
+    dedicated_to: tuple[str, ...] = Field(
+        (),
+        description="Names of the only tenants that this engine serves; empty serves every tenant, none of them with "
+        "prefix reuse (docs/reuse.md).",
     )
     drain_max_s: float = Field(
         120.0, gt=0, description="Seconds after which a hung-up request's KV counts as free without proof."
@@ -192,6 +198,17 @@ class HttpSettings(_Section):
     stop_grace_s: float = Field(30.0, ge=0, description="Seconds that running requests get to finish on SIGTERM.")
 
 
+class CanarySettings(_Section):
+    """Prefix reuse: how its evidence is kept true (docs/reuse.md)."""
+
+    every_h: float = Field(
+        0.0,
+        ge=0,
+        description="Hours after which the suite runs again on a pinned engine, and at once on a process that takes "
+        "its place; 0 leaves both to `kvgate canary run`.",
+    )
+
+
 class Settings(BaseSettings):
     """All settings of `kvgate serve`."""
 
@@ -222,6 +239,7 @@ class Settings(BaseSettings):
     engine: EngineSettings = Field(EngineSettings(), description="The engine.")
     store: StoreSettings = Field(StoreSettings(), description="The store.")
     http: HttpSettings = Field(HttpSettings(), description="The tenants' side.")
+    canary: CanarySettings = Field(CanarySettings(), description="Prefix reuse.")
     report: ReportSettings = Field(ReportSettings(), description="What is kept of each request.")
     fairness: FairnessSettings = Field(FairnessSettings(), description="Prices and the order among tenants.")
 
@@ -326,6 +344,11 @@ class TenantSection(_Section):
         "tenants' together at most 1.",
     )
 
+    reuse: Literal["off", "canary"] = Field(
+        "off",
+        description="Whether the tenant is on the allowlist for prefix reuse: `off` or `canary` (docs/reuse.md).",
+    )
+
     @model_validator(mode="after")
     def _ratio_and_tier(self) -> Self:
         if (self.tier is Tier.GUARANTEED) != (self.guaranteed_ratio > 0):
@@ -358,6 +381,7 @@ class TenantSection(_Section):
             ),
             models=None if self.models is None else frozenset(self.models),
             share=Share(self.weight, self.tier, self.guaranteed_ratio),
+            reuse=ReusePolicy(self.reuse),
         )
 
 

@@ -56,6 +56,9 @@ class EngineProfile:
         instance: what tells this process from its successor (llama.cpp draws a new `media_marker` at each
             start), or None where the engine shows nothing of the kind.
         counts, slots_visible: which of the engine's optional endpoints answer.
+        prompt_cache_mib: size limit of the RAM prompt cache that all slots share; 0 is off, -1 without limit.
+        idle_slots_cached: whether idle slots are saved to it.
+        context_shift: whether the engine drops the middle of a sequence that outgrows its slot, by itself.
     """
 
     kind: str
@@ -77,6 +80,9 @@ class EngineProfile:
     kv_type_k: Fact[str] | None = None
     kv_type_v: Fact[str] | None = None
     slots_visible: bool = True
+    prompt_cache_mib: Fact[int] | None = None
+    idle_slots_cached: Fact[bool] | None = None
+    context_shift: Fact[bool] | None = None
 
     @property
     def kv_type(self) -> str:
@@ -105,6 +111,7 @@ class EngineProfile:
             self.n_ctx_slot.value,
             self.total_slots.value,
             self.topology.value,
+            *(fact and fact.value for fact in (self.prompt_cache_mib, self.idle_slots_cached, self.context_shift)),
         )
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
@@ -146,6 +153,7 @@ class StartupFacts:
         prompt_cache_mib: size limit of the RAM prompt cache that all slots share; 0 is off, -1 without limit.
         idle_slots_cached: whether idle slots are saved to it.
         slots_chosen_by_engine: no `-np` was given.
+        context_shift: whether it drops the middle of a sequence that outgrows its slot; of the command line.
         is_speculating: a draft model, or another way to guess tokens ahead, is in use.
     """
 
@@ -161,6 +169,7 @@ class StartupFacts:
     idle_slots_cached: bool | None = None
     slots_chosen_by_engine: bool = False
     is_speculating: bool = False
+    context_shift: bool | None = None
 
     @property
     def kv_bytes_per_token(self) -> float | None:

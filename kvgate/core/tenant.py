@@ -37,6 +37,17 @@ class TrimSide(StrEnum):
     RIGHT = "right"
 
 
+class ReusePolicy(StrEnum):
+    """Whether a tenant may have prefix reuse, where everything else allows it (`core.canary`).
+
+    `suite` is for the gate's own suite alone, and no tenants file can name it: each request has what it asks for.
+    """
+
+    OFF = "off"
+    CANARY = "canary"
+    SUITE = "suite"
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds on ONE request, in tokens; None is no bound of the tenant's own.
@@ -122,3 +133,4 @@ class Tenant:
     quota: Quota = field(default_factory=Quota)
     models: frozenset[str] | None = None
     share: Share = field(default_factory=Share)
+    reuse: ReusePolicy = ReusePolicy.OFF
