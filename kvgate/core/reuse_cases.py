@@ -64,8 +64,8 @@ class Step:
     Args:
         name: what it is, for people.
         prompt: what is asked.
-        answer: the pieces of the answer that is forced: a lead, if any, then needles.
-        lead: how many pieces come before the first needle.
+        answer: the pieces of the answer that is forced.
+        needles_at: which of them are needles.
         judged: whether the answer's log-probabilities are compared with a cold run's.
         reach_tokens: the step proves nothing unless more tokens than these were reused; -1 where none need be.
     """
@@ -75,7 +75,7 @@ class Step:
     answer: tuple[str, ...]
     judged: bool = False
     reach_tokens: int = 0
-    lead: int = 0
+    needles_at: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ def _words(*needles: str) -> str:
 
 
 def _step(name: str, prompt: Prompt, *needles: str, judged: bool = False, reach_tokens: int = 0) -> Step:
-    return Step(name, prompt, _said(*needles), judged, reach_tokens, lead=1)
+    return Step(name, prompt, _said(*needles), judged, reach_tokens, tuple(range(1, len(needles) + 1)))
 
 
 def _conversation(system: str, *turns: str) -> Prompt:
@@ -180,20 +180,31 @@ def _conversation(system: str, *turns: str) -> Prompt:
 
 
 def _chain(writer: _Writer) -> Case:
-    system, fillers = writer.opening(0.1), [writer.filler(0.05) for _ in range(3)]
+    system, fillers = writer.opening(0.1), [writer.filler(0.03) for _ in range(3)]
+    boxes = ("Box A:", "Box B:", "Box C:")
 
     def prompt(needles: tuple[str, ...], turns: int) -> Prompt:
-        spoken = []
-        for at in range(turns):
-            spoken += [f"{fillers[at]} Add {needles[at]} and say all words.", _words(*needles[: at + 1])]
-        return _conversation(system, *spoken[:-1])
+        told = [f"{box} {needle}" for box, needle in zip(boxes, needles, strict=True)]
+        spoken = [f"{fillers[0]} {told[0]}.", told[0], f"{fillers[1]} {told[1]}.", told[1], "Say all boxes."]
+        spoken += ["\n".join(told[:2]), f"{fillers[2]} {told[2]}. Say all boxes."]
+        return _conversation(system, *spoken[: 2 * turns - 1])
+
+    def step(turn: int, needles: tuple[str, ...], said: tuple[int, ...], *, judged: bool = False) -> Step:
+        pieces: list[str] = []
+        for at in said:
+            pieces += [f"\n{boxes[at]}" if pieces else boxes[at], f" {needles[at]}"]
+        places = tuple(range(1, len(pieces), 2))
+        return Step(f"turn {turn}", prompt(needles, turn), tuple(pieces), judged, needles_at=places)
 
     needles, others = writer.needles(3), writer.needles(3)
-    steps = tuple(
-        _step(f"turn {turns}", prompt(needles, turns), *needles[:turns], judged=turns > 1) for turns in (1, 2, 3)
+    steps = (
+        step(1, needles, (0,)),
+        step(2, needles, (1,)),
+        step(3, needles, (0, 1), judged=True),
+        step(4, needles, (0, 1, 2), judged=True),
     )
     looks_for = "a turn that was lost, doubled or swapped on its way through the cache (llama.cpp PR 26185)"
-    return Case("chain", looks_for, steps, prompt(others, 3), as_chat=True)
+    return Case("chain", looks_for, steps, prompt(others, 4), as_chat=True)
 
 
 def _tails(writer: _Writer) -> Case:

@@ -47,10 +47,11 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """One answer of the engine to a prompt, its own text forced.
+    """One forced answer to a prompt.
 
     Args:
-        logprobs: natural logarithms of the forced tokens' probabilities, before any sampling.
+        logprobs: of the needles in it, each at its first token: the natural logarithm of the probability that the
+            model gives it, before any sampling.
         cached_tokens: how many tokens of the prompt it says it reused; None where it does not say.
         computed_tokens: how many it says it computed.
         prefill_s: how long that took, by its own word.
@@ -93,7 +94,7 @@ class CaseResult:
 
     Args:
         why: a sentence, empty where it passed.
-        difference_nats: the largest difference, reused against cold, at any forced token.
+        difference_nats: the largest difference, reused against cold, at any needle.
         control_nats: what changing a needle did, the median of the needles.
         prompt_tokens, cached_tokens: of the judged answers with reuse.
         cold_prefill_s, prefill_s, cold_s, duration_s: of the judged answers, without reuse and with it.
@@ -251,7 +252,7 @@ def judge(case: Case, taken: Taken, threshold_nats: float) -> CaseResult:
     if worst > threshold_nats:  # 2
         return found(
             Outcome.FAILED,
-            f"{worst_step}: with reuse a forced token's log-probability is off by {worst:.2f} nats, where "
+            f"{worst_step}: with reuse the log-probability of a word is off by {worst:.2f} nats, where "
             f"{threshold_nats:.2f} is the most that noise explains",
         )
     if control < SIGHT * threshold_nats:  # 3

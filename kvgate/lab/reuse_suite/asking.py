@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvgate.core.reuse import Reuse
 from kvgate.core.reuse_cases import Message
-from kvgate.core.reuse_suite import Scored, common_tokens
+from kvgate.core.reuse_suite import common_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvgate.core.profile import EngineProfile
     from kvgate.core.reuse_cases import Prompt, Step
+    from kvgate.core.reuse_suite import Scored
 
 
 class Unasked(Exception):
@@ -76,7 +77,7 @@ class Asked:
 
 
 class Desk:
-    """Asks for one run of the suite.
+    """Asks for one run of the suite, and of each answer keeps what it says of the needles.
 
     Args:
         engine: whom.
@@ -100,7 +101,7 @@ class Desk:
         answer: list[int] = []
         needles_at = []
         for at, piece in enumerate(step.answer):
-            if at >= step.lead:
+            if at in step.needles_at:
                 needles_at.append(len(answer))
             answer += await self._piece(piece)
         return Asked(
@@ -124,15 +125,15 @@ class Desk:
         self._cold[asked.key] = found
         return found
 
-    async def split(self, asked: Asked, at: int) -> tuple[Scored, Scored]:
-        """Twice without reuse: the answer's tokens from `at` on, those before computed one by one, and in one go.
+    async def twice(self, asked: Asked) -> tuple[Scored, Scored]:
+        """Its answer without reuse, with what stands before the first needle computed token by token, and in one go.
 
-        The same tokens behind the same prompt, in other batches: what differs is noise.
+        The same tokens in the same order, in other batches: what differs is noise, of the kind that reuse makes too.
         """
-        whole = await self.cold(asked)
-        begun = Asked(asked.prompt + asked.answer[:at], asked.own_from, asked.answer[at:], ())
-        rest = Scored(whole.logprobs[at:], None, 0, 0.0, 0.0)
-        return rest, await self.cold(begun)
+        at = asked.needles_at[0]
+        needles_at = tuple(place - at for place in asked.needles_at)
+        begun = Asked(asked.prompt + asked.answer[:at], asked.own_from, asked.answer[at:], needles_at)
+        return await self.cold(asked), await self.cold(begun)
 
     async def reused(self, asked: Asked) -> tuple[Scored, int]:
         """Its answer with reuse, and the longest beginning that it could have reused."""
@@ -147,7 +148,7 @@ class Desk:
             found = await self._engine.ask(asked.prompt, asked.answer, reuse)
         self._left.append(asked.prompt + asked.answer[:-1])
         self._on_asked(found.computed_tokens)
-        return found
+        return replace(found, logprobs=tuple(found.logprobs[at] for at in asked.needles_at))
 
     async def _ask_chat(self, asked: Asked, reuse: Reuse) -> Scored | None:
         """As a conversation; None where the endpoint does not do what is needed: then tokens are asked instead."""

@@ -248,8 +248,7 @@ class _Run:
         """What cold answers differ by among themselves, where only the batches are others."""
         self._case = "noise"
         for planned in plan:
-            asked = planned.noise_of
-            one, other = await desk.split(asked, asked.needles_at[0])
+            one, other = await desk.twice(planned.noise_of)
             self._notes.noise += differences(one.logprobs, other.logprobs)
 
     async def _attempts(self, desk: Desk, planned: _Planned, nonce: str, scale: Scale) -> CaseResult:
@@ -280,7 +279,7 @@ class _Run:
         reused = [await self._step(desk, *pair) for pair in zip(planned.case.steps, planned.steps, strict=True)]
         return Taken(
             reused=tuple(replace(one, cold=colds.get(at)) for at, one in enumerate(reused)),
-            control_nats=tuple(changed[at] for at in planned.control.needles_at),
+            control_nats=changed,
         )
 
     async def _step(self, desk: Desk, step: Step, asked: Asked) -> Reused:
