@@ -142,7 +142,7 @@ class App:
             names = ", ".join(found.needs_restart)
             health.settings_problem = f"these settings were changed and need a restart to come into force: {names}"
         if any(name.startswith("engine.") for name in found.changed):
-            self._engine.configure(_engine_settings(settings))
+            self._engine.configure(engine_settings(settings))
         health.front.configure(_web_settings(settings))
         health.tenants_file.anonymous = settings.anonymous_tenant
         log.info("settings reloaded", extra={"changed": found.changed, "needs_restart": found.needs_restart})
@@ -309,7 +309,7 @@ class App:
         try:
             return LlamaCpp(
                 url,
-                _engine_settings(self._settings),
+                engine_settings(self._settings),
                 self._clock,
                 startup_log=startup_log,
                 on_profile=self._life.profile,
@@ -411,7 +411,8 @@ class App:
         )
 
 
-def _engine_settings(settings: Settings) -> LlamaCppSettings:
+def engine_settings(settings: Settings) -> LlamaCppSettings:
+    """What the settings say of the engine."""
     given = settings.engine
     topology = None if given.kv_topology == "auto" else Topology(given.kv_topology)
     return LlamaCppSettings(
