@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from kvgate.core.admission import Admit, Clamp, Trim, Verdict
     from kvgate.core.ledger import Lease
+    from kvgate.core.loops import Loop
     from kvgate.core.pool import KvPool
     from kvgate.core.profile import EngineProfile
     from kvgate.core.reason import Refusal
@@ -51,12 +52,16 @@ class Receipt:
     """What the relay reports back.
 
     `ended`: the engine's answer came to its proper end. `told`: what it said it cost. `events`: how many pieces
-    of output passed, for an answer that was cut before it told.
+    of output passed, for an answer that was cut before it told. `loop`: what repeats itself in it, and `stopped`
+    whether the stream was ended for that. `ended_by_context`: which bound of the context cut it short.
     """
 
     ended: bool = False
     told: Told | None = None
     events: int = 0
+    loop: Loop | None = None
+    stopped: bool = False
+    ended_by_context: str = ""
 
 
 @dataclass(slots=True)
@@ -277,7 +282,7 @@ class Gate:
             reservation = Reservation(held.lease_id, PROBE_TENANT, PROBE_QUOTA, PROBE_SIZE)
             if isinstance(await self._ledger.reserve(reservation, pool), Denied):
                 return  # found out nothing: the next request tries again
-            held.line = await self._engine.open()
+            held.line = await self._engine.open(fresh=True)
             try:
                 self._ledger.hand_over(held.lease_id)
                 await self._engine.probe_reuse(held.line)

@@ -75,6 +75,16 @@ class Metrics:
         self._trimmed = self._counter(
             "kvgate_trimmed_tokens", "Prompt tokens dropped by trimming.", ("tenant", "how")
         )
+        self._loops = self._counter(
+            "kvgate_loops",
+            "Answers that repeat themselves over and over, by sign and by what was done: observed or stopped.",
+            ("tenant", "sign", "action"),
+        )
+        self._ended_by_context = self._counter(
+            "kvgate_ended_by_context",
+            "Answers that the context cut short, not the client's own limit, by the bound that did.",
+            ("tenant", "bound"),
+        )
         self._drift = self._counter(
             "kvgate_count_drift",
             "Answers whose prompt size by the engine's usage differs from what this proof said. Must stay 0.",
@@ -120,6 +130,11 @@ class Metrics:
         if (trimmed := record.trimmed) is not None:
             self._trims.labels(record.tenant, trimmed.how).inc()
             self._trimmed.labels(record.tenant, trimmed.how).inc(trimmed.tokens)
+        if record.loop is not None:
+            action = "stopped" if record.loop_stopped else "observed"
+            self._loops.labels(record.tenant, record.loop.value, action).inc()
+        if record.ended_by_context:
+            self._ended_by_context.labels(record.tenant, record.ended_by_context).inc()
         if (usage := record.usage) is not None:
             self._tokens.labels(record.tenant, "prompt").inc(usage.prompt_tokens)
             self._tokens.labels(record.tenant, "output").inc(usage.output_tokens)

@@ -19,7 +19,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from kvgate.core.tenant import Limits, OnOverflow, Quota, Tenant, TrimSide, TrimStrategy
+from kvgate.core.tenant import Limits, LoopGuard, OnOverflow, Quota, Tenant, TrimSide, TrimStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -113,6 +113,17 @@ class StoreSettings(_Section):
     )
 
 
+class ReportSettings(_Section):
+    """What is kept of each request for `kvgate report`; no text of it."""
+
+    keep_s: int = Field(
+        24 * 3600, ge=0, description="Seconds for which a request's report is kept in the store; 0 keeps none."
+    )
+    kept_max: int = Field(
+        20_000, ge=0, description="Reports kept at most, of all tenants; the oldest go. About a kilobyte each."
+    )
+
+
 class HttpSettings(_Section):
     """The tenants' side of the gate."""
 
@@ -157,6 +168,7 @@ class Settings(BaseSettings):
     engine: EngineSettings = Field(EngineSettings(), description="The engine.")
     store: StoreSettings = Field(StoreSettings(), description="The store.")
     http: HttpSettings = Field(HttpSettings(), description="The tenants' side.")
+    report: ReportSettings = Field(ReportSettings(), description="What is kept of each request.")
 
     @model_validator(mode="after")
     def _two_listeners(self) -> Self:
@@ -224,6 +236,11 @@ class TenantSection(_Section):
         description="Limit. Tokens, at 4 bytes each, in whose multiples history is dropped, so that the kept prefix "
         "stays the same for several turns; 0 drops no more than needed.",
     )
+    loop_guard: LoopGuard = Field(
+        LoopGuard.OBSERVE,
+        description="Limit. What to do about an answer that repeats itself over and over: `off`, `observe` (count "
+        "it) or `stop` its stream (docs/loops.md).",
+    )
     concurrency_max: int | None = Field(None, ge=1, description="Quota. Sequences that run at once.")
     kv_tokens_max: int | None = Field(None, ge=1, description="Quota. KV tokens held at once.")
     queue_max: int = Field(64, ge=0, description="Quota. Requests that may wait.")
@@ -250,6 +267,7 @@ class TenantSection(_Section):
                 trim_side=self.trim_side,
                 trim_room_tokens=self.trim_room_tokens,
                 trim_stride_tokens=self.trim_stride_tokens,
+                loop_guard=self.loop_guard,
             ),
             quota=Quota(
                 concurrency_max=self.concurrency_max,

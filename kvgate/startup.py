@@ -155,7 +155,7 @@ class Child:
                 sys.stderr.flush()
             self._copy(line)
             # As in LogFile. A child starts once; what follows may quote clients, who could write another start.
-            if not continued and self._log.starts == 0:
+            if not continued and not self._log.is_settled:
                 self._log.feed([line.decode("utf-8", "replace")])
             continued = not line.endswith(b"\n")
 

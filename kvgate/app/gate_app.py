@@ -33,6 +33,7 @@ from kvgate.store.client import connect
 from kvgate.store.embedded import EmbeddedValkey
 from kvgate.store.errors import StoreUnavailable
 from kvgate.store.recent_sizes import RecentSizes
+from kvgate.store.reports import Reports
 from kvgate.store.shared_ledger import SharedLedger, SharedSettings, engine_id
 from kvgate.store.tenants import ValkeyTenants
 from kvgate.web import Front, WebSettings, served_routes
@@ -59,11 +60,13 @@ class _Observers:
     metrics: Metrics
     request_log: RequestLog
     sizes: RecentSizes
+    reports: Reports
 
     def request(self, record: RequestRecord) -> None:
         self.metrics.request(record)
         self.request_log.request(record)
         self.sizes.request(record)
+        self.reports.request(record)
 
 
 class App:
@@ -187,6 +190,7 @@ class App:
             engine=self._life.told,
             refresh=health.ledger.refresh,
             explain=health.explain,
+            reports=health.reports,
             body_bytes_max=self._settings.http.body_bytes_max,
         )
         admin = web.AppRunner(told, access_log=None)
@@ -330,7 +334,9 @@ class App:
             raise CannotStart(str(error)) from None
         sizes = RecentSizes(client)
         stack.push_async_callback(sizes.flush)
-        await self._run_beside(stack, [sizes.run()])
+        reports = Reports(client, keep_s=self._settings.report.keep_s, kept_max=self._settings.report.kept_max)
+        stack.push_async_callback(reports.flush)
+        await self._run_beside(stack, [sizes.run(), reports.run()])
         gate = Gate(self._engine, ledger, new_id=lambda: secrets.token_hex(16))
         return Health(
             self._settings,
@@ -339,19 +345,20 @@ class App:
             self._metrics,
             tenants,
             file,
-            self._make_front(gate, tenants, sizes),
+            self._make_front(gate, tenants, sizes, reports),
             self._life,
             SlotsWatch(self._engine, ledger, self._clock),
             Explainer(gate, tenants, served_routes(), ledger.view).explain,
+            reports.of,
         )
 
-    def _make_front(self, gate: Gate, tenants: ValkeyTenants, sizes: RecentSizes) -> Front:
+    def _make_front(self, gate: Gate, tenants: ValkeyTenants, sizes: RecentSizes, reports: Reports) -> Front:
         return Front(
             gate,
             self._engine,
             tenants=tenants,
             routes=served_routes(),
-            observer=_Observers(self._metrics, RequestLog(), sizes),
+            observer=_Observers(self._metrics, RequestLog(), sizes, reports),
             clock=self._clock,
             settings=_web_settings(self._settings),
         )

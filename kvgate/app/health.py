@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvgate.engines.llamacpp import LlamaCpp
     from kvgate.metrics import Metrics
     from kvgate.settings import Settings
+    from kvgate.store.reports import Report
     from kvgate.store.shared_ledger import SharedLedger
     from kvgate.store.tenants import ValkeyTenants
     from kvgate.web import Front
@@ -40,6 +41,7 @@ class Health:
     life: LifeWatch
     slots: SlotsWatch
     explain: Callable[[str, str, bytes], Awaitable[dict[str, Any]]]
+    reports: Callable[[str], Awaitable[tuple[Report, ...]]]
     settings_problem: str | None = None
 
     def problems(self) -> list[str]:

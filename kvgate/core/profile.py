@@ -135,7 +135,15 @@ class KvSettings:
 
 @dataclass(frozen=True, slots=True)
 class StartupFacts:
-    """What an engine's startup log says; None where it is silent."""
+    """What an engine's startup log says; None where it is silent.
+
+    Args:
+        weights_mib, kv_mib: what model and KV cache take, in MiB; a draft model's are not in it.
+        prompt_cache_mib: size limit of the RAM prompt cache that all slots share; 0 is off, -1 without limit.
+        idle_slots_cached: whether idle slots are saved to it.
+        slots_chosen_by_engine: no `-np` was given.
+        is_speculating: a draft model, or another way to guess tokens ahead, is in use.
+    """
 
     n_slots: int | None = None
     n_ctx_slot: int | None = None
@@ -143,6 +151,12 @@ class StartupFacts:
     pool_tokens: int | None = None
     kv_type_k: str | None = None
     kv_type_v: str | None = None
+    weights_mib: float | None = None
+    kv_mib: float | None = None
+    prompt_cache_mib: int | None = None
+    idle_slots_cached: bool | None = None
+    slots_chosen_by_engine: bool = False
+    is_speculating: bool = False
 
 
 def resolve_kv(

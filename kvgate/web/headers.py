@@ -31,6 +31,9 @@ HEADERS: Final = {
     "x-kvgate-engine-build": "The engine's own name for its build.",
     "x-kvgate-reuse": "What prefix reuse the request had: `off`.",
     "x-kvgate-queue-ms": "Milliseconds that it waited for room.",
+    "x-kvgate-ended-by-context": "On a whole answer that the context cut short, not the client's own limit: which "
+    "bound of it, `slot`, `tenant`, `pool` or `tenant_kv`.",
+    "x-kvgate-loop": "On a whole answer that repeats itself: what does, `text`, `line` or `words` (docs/loops.md).",
     "retry-after": "Whole seconds, 1 to 60, after which trying again can help (429 and 503).",
 }
 """Every header that kvgate itself adds; the reference is made of it."""

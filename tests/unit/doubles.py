@@ -123,6 +123,7 @@ class EngineDouble:
     opens: list[Step] = field(default_factory=list)
     counted: list[tuple[str, bytes]] = field(default_factory=list)
     lines: list[LineDouble] = field(default_factory=list)
+    fresh: list[bool] = field(default_factory=list)
     answer: Callable[[EngineProfile], LineDouble] = LineDouble
     prompts: tuple[int, ...] = ()
     proof: Proof = Proof.ENGINE
@@ -162,8 +163,9 @@ class EngineDouble:
         await self._next(self.text_counts)
         return tuple(len(word.encode()) for word in re.findall(r"\s*\S+|\s+$", text))
 
-    async def open(self) -> LineDouble:
+    async def open(self, *, fresh: bool = False) -> LineDouble:
         found = await self._next(self.opens)
+        self.fresh.append(fresh)
         self.lines.append(self.answer(found))
         return self.lines[-1]
 

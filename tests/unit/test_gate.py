@@ -518,6 +518,7 @@ async def test_an_engine_is_probed_before_it_gets_what_cannot_carry_the_switch()
         ("settle", "lease-1"),
     ]
     assert engine.probed == [engine.lines[0]]
+    assert engine.fresh == [True, False]  # several exchanges in a row want a line that is not near its end
     assert [line.released for line in engine.lines] == [1, 1]
 
 

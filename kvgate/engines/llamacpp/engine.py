@@ -181,13 +181,13 @@ class LlamaCpp:
             )
         )
 
-    async def open(self) -> Connection:
-        """A connection for one inference.
+    async def open(self, *, fresh: bool = False) -> Connection:
+        """A connection for one inference, or a new one for several in a row.
 
         Raises:
             Refused: ENGINE_UNREACHABLE, ENGINE_LOADING, ENGINE_UNKNOWN or ENGINE_UNDERSIZED.
         """
-        connection = await self.upstream.open()
+        connection = await self.upstream.open(fresh=fresh)
         if (refused := self.refusal_now()) is not None:
             connection.release()
             raise refused
@@ -386,23 +386,34 @@ class LlamaCpp:
     async def _call(self, method: str, path: str, body: bytes = b"", *, for_tenant: bool = True) -> _Called:
         """One short call on a connection of its own; for a tenant, an engine that may not serve is asked nothing.
 
+        It runs no inference: where a kept connection breaks, as one does that the engine closed in that moment, it is
+        made once more on a new one.
+
         Raises:
             Refused: ENGINE_UNREACHABLE, with the cause; what a new connection finds out.
         """
-        connection = await (self.open() if for_tenant else self.upstream.open())
-        self._calling.add(connection)
+        opened = self.open if for_tenant else self.upstream.open
+        connection = await opened()
         try:
-            called = _Called(
-                *await ask(connection, method, path, body, waking=self._sleep.waking), connection.profile
-            )
+            return await self._called(connection, method, path, body)
+        except LineFailed as failed:
+            if failed.silent or not connection.is_kept:
+                raise unanswered(str(failed), failed.trouble) from None
+        try:
+            return await self._called(await opened(fresh=True), method, path, body)
         except LineFailed as failed:
             raise unanswered(str(failed), failed.trouble) from None
+
+    async def _called(self, connection: Connection, method: str, path: str, body: bytes) -> _Called:
+        self._calling.add(connection)
+        try:
+            told = await ask(connection, method, path, body, waking=self._sleep.waking)
         finally:
             self._calling.discard(connection)
             connection.release()
         if method == "POST":
             self._sleep.answered()
-        return called
+        return _Called(*told, connection.profile)
 
     def reuse_is_off(self, dialect: str, profile: EngineProfile) -> bool | None:
         """True where the request carries the switch; for the others, what the probe of this process saw."""
@@ -452,6 +463,8 @@ class LlamaCpp:
         try:
             if self._sleep.is_told and await self._sleeps(connection):
                 return SlotsSeen((), asked_at_s)
+            if not connection.usable:  # that was the last exchange the engine has on one connection
+                connection = await self.upstream.open()
             slots = await _slots(connection)
         finally:
             connection.release()
