@@ -78,9 +78,13 @@ class StartupLog:
     slots and context. Facts of an incomplete start are never shown: the engine may still be loading. What is told
     between that line and the one that says that the model is loaded (the RAM prompt cache) is added to them; after
     it nothing is, since from then on the log may quote clients.
+
+    Args:
+        context_shift: what the engine's command line says of it, which the log does not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, context_shift: bool | None = None) -> None:
+        self._context_shift = context_shift
         self.facts: StartupFacts | None = None
         self.starts = 0
         self._next = StartupFacts()
@@ -180,6 +184,7 @@ class StartupLog:
             n_ctx_slot=n_ctx_slot,
             kv_unified=unified,
             pool_tokens=min(pools, default=None),
+            context_shift=self._context_shift,
         )
         self.starts += 1
         self._begin()

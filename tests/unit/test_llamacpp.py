@@ -20,8 +20,8 @@ from kvgate.core.startup_log import StartupLog
 from kvgate.engines.llamacpp import COUNTERS, COUNTS_AT_ONCE, REUSE_FIELDS, SAFE_PROBLEMS, LlamaCpp, LlamaCppSettings
 from kvgate.engines.llamacpp import calls as module
 from kvgate.engines.llamacpp.discovery import BoundFacts
-from kvgate.engines.llamacpp.engine import SWITCHLESS
 from kvgate.engines.llamacpp.errors import explain
+from kvgate.engines.llamacpp.reuse_fields import SWITCHLESS
 from kvgate.ports import PROBE_SIZE, LineFailed, LineStalled, ReadRequest, Refused
 from tests import fake_engine as fault
 from tests.fake_engine import CHAT, COUNTER, MESSAGES, MESSAGES_COUNTER, TOKENIZE, FakeEngine, raw, whole

@@ -133,6 +133,18 @@ def test_what_must_stay_0_is_counted_when_it_does_not() -> None:
     assert value(metrics, "kvgate_hangups_total", tenant="acme") == 1
 
 
+def test_requests_are_counted_by_the_reuse_that_they_had() -> None:
+    """Who was never admitted had none to speak of."""
+    metrics = Metrics()
+    for reuse in ("off", "on", "on", ""):
+        metrics.request(replace(RECORD, reuse=reuse))
+    assert [value(metrics, "kvgate_reuse_total", tenant="acme", reuse=reuse) for reuse in ("off", "on", "")] == [
+        1,
+        2,
+        None,
+    ]
+
+
 def test_engine_overflows_are_remembered_for_readiness() -> None:
     metrics = Metrics()
     metrics.request(RECORD)

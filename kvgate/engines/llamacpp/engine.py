@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvgate.core.counting import Proof
 from kvgate.core.drain import SlotsSeen
-from kvgate.core.json_object import Edit
 from kvgate.core.reason import Reason, refusal
-from kvgate.core.reuse import Reuse
 from kvgate.engines.llamacpp.calls import ask, exchange, json_bytes
 from kvgate.engines.llamacpp.counting import Counts
 from kvgate.engines.llamacpp.discovery import KIND, BoundFacts, busy_slots, profile_of, text_of
 from kvgate.engines.llamacpp.errors import LOADING_RETRY_AFTER_S, explain, problem_of
+from kvgate.engines.llamacpp.reuse_fields import SWITCHLESS, reuse_edit, unmarked
 from kvgate.engines.llamacpp.sleep import Sleep, digest_awake
 from kvgate.ports import Counted, LineFailed, Refused
 from kvgate.upstream import IDLE_TIMEOUT_S, Connection, Upstream, unanswered
@@ -26,9 +25,11 @@ if TYPE_CHECKING:
 
     from kvgate.core.ask import Prompt
     from kvgate.core.counting import Standing
+    from kvgate.core.json_object import Edit, JsonObject
     from kvgate.core.pool import KvPool
     from kvgate.core.profile import EngineProfile, KvSettings, StartupFacts
     from kvgate.core.reason import Refusal
+    from kvgate.core.reuse import Reuse
     from kvgate.engines.llamacpp.counting import CountingSettings
     from kvgate.ports import Clock, Line, ReadRequest, StartupLogSource
 
@@ -40,13 +41,6 @@ COUNTERS: Final = {
     "anthropic_messages": "/v1/messages/count_tokens",
 }
 """By dialect, the engine's own counter: the very body gives exactly the usage's prompt tokens (ENGINE_FACTS)."""
-
-SWITCHLESS: Final = frozenset({"anthropic_messages"})
-"""Dialects whose requests llama.cpp strips of `cache_prompt` (142 of 143 tokens were reused with false)."""
-
-REUSE_FIELDS: Final = frozenset({"cache_prompt", "n_cache_reuse", "id_slot", "slot_id", "prompt_cache_key"})
-"""Fields that ask for, key or pin prefix reuse; never taken from a client."""
-
 
 COUNTS_AT_ONCE = 2
 """Calls to counters and tokenizer in flight; more wait.
@@ -155,10 +149,16 @@ class LlamaCpp:
         return profile.pool(margin_tokens=settings.margin_tokens, headroom_ratio=settings.headroom_ratio)
 
     def reuse_edit(self, reuse: Reuse) -> Edit:
-        """Reuse off: said explicitly, since llama.cpp's default is on; nothing of the client's own stays."""
-        match reuse:
-            case Reuse.OFF:
-                return Edit({"cache_prompt": False}, REUSE_FIELDS)
+        """What the request says of reuse: see `reuse_fields`."""
+        return reuse_edit(reuse)
+
+    def unmarked(self, document: JsonObject) -> JsonObject:
+        """The body without the marks of reuse inside it."""
+        return unmarked(document)
+
+    def carries_reuse(self, dialect: str) -> bool:
+        """Whether a request of this dialect can ask for reuse, or against it."""
+        return dialect not in SWITCHLESS
 
     @property
     def is_undersized(self) -> bool:
