@@ -64,6 +64,26 @@ class Loop(StrEnum):
     WORDS = "words"
 
 
+GLANCES: Final = 6
+GLANCE_CHARS: Final = 20
+GLANCED_CHARS_MAX: Final = 2048
+"""A glance compares so many places, each of so many characters, with so much text of earlier glances."""
+
+
+class Glances:
+    """Takes a glance at pieces of a text that are far apart, to tell whether it is worth a closer look."""
+
+    def __init__(self) -> None:
+        self._before = ""
+
+    def is_new(self, text: str) -> bool:
+        """Whether none of a few places in this piece stood anywhere before, in it or in the pieces before it."""
+        known = self._before = (self._before + "\n" + text)[-GLANCED_CHARS_MAX:]
+        step = max(len(text) // GLANCES, GLANCE_CHARS)
+        places = (text[at : at + GLANCE_CHARS] for at in range(0, len(text) - GLANCE_CHARS + 1, step))
+        return all(known.find(place, known.find(place) + 1) < 0 for place in places)
+
+
 class LoopWatch:
     """Watches one generated text; `found` is the first sign of a loop, or None."""
 

@@ -500,7 +500,7 @@ async def test_what_went_wrong_is_said_for_the_operator_and_not_to_the_client() 
 # -- answers that repeat themselves
 
 
-def looping(count: int = 400) -> list[bytes]:
+def looping(count: int = 700) -> list[bytes]:
     return [delta(("never ", "ever, ")[at % 2]) for at in range(count)]
 
 
