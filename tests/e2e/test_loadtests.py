@@ -54,3 +54,10 @@ def test_chaos_runs_and_leaves_nothing_held() -> None:
 
 def test_the_benchmark_of_the_ledger_runs() -> None:
     assert "pairs" in ran("loadtests.ledger_pairs", "--pairs", "40", "--waiting", "0,20", timeout_s=150)
+
+
+def test_the_benchmark_of_the_loop_guard_runs() -> None:
+    """Both paces, short; what it measures is for people to read."""
+    said = ran("loadtests.loop_guard", "--rounds", "2", "--streams", "2", "--events", "300", timeout_s=150)
+    assert [line.split()[0] for line in said.splitlines()] == ["alone", "paced", "flat"]
+    assert said.count("ratio") == 4
