@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvgate.core.admission import Reject, decide
+from kvgate.core.ask import Usage
 from kvgate.core.counting import bound_suffices
 from kvgate.core.ledger import Denied, Reservation
 from kvgate.core.reason import Reason, refusal
@@ -16,6 +17,7 @@ from kvgate.core.reuse import Reuse
 from kvgate.core.tenant import Quota
 from kvgate.ports import PROBE_SIZE, LineFailed, Refused
 from kvgate.trimming import decided
+from kvgate.wire.beginnings import beginning
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
     from kvgate.core.profile import EngineProfile
     from kvgate.core.reason import Refusal
     from kvgate.core.tenant import Tenant
-    from kvgate.ports import Counted, Dialect, Engine, LedgerPort, Line, ReadRequest, Told
+    from kvgate.core.warmth import Warmth
+    from kvgate.ports import Counted, Dialect, Engine, LedgerPort, Line, ReadRequest, ReuseRule, Told
 
 ATTEMPTS = 3
 """How often one request is judged anew because the engine changed under it."""
@@ -70,6 +73,7 @@ class Admitted:
 
     The holder calls `start` when the body goes out and `answered` when the engine's head is back, and fills
     in the receipt; leaving the gate's context settles the lease and gives the line back. `line` alone ever changes.
+    `cold` where the conversation had reuse on an engine process that is gone.
     """
 
     verdict: Admit | Clamp | Trim
@@ -79,6 +83,7 @@ class Admitted:
     line: Line
     lease: Lease
     reuse: Reuse
+    cold: bool
     start: Callable[[], None]
     answered: Callable[[], None]
     receipt: Receipt
@@ -142,9 +147,21 @@ class Gate:
         engine: counts, and opens lines.
         ledger: holds the KV cache's cells and slots.
         new_id: mints lease ids, unique for ever.
+        rule: who is served, and who may reuse; without one everybody and nobody.
+        warmth: which conversations had reuse, and where.
     """
 
-    def __init__(self, engine: Engine, ledger: LedgerPort, new_id: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        ledger: LedgerPort,
+        new_id: Callable[[], str],
+        *,
+        rule: ReuseRule | None = None,
+        warmth: Warmth | None = None,
+    ) -> None:
+        self._rule = rule
+        self._warmth = warmth
         self._engine = engine
         self._ledger = ledger
         self._new_id = new_id
@@ -158,6 +175,7 @@ class Gate:
         answer ended, by draining where only the engine can tell. Refusals are values; nothing is held then.
         """
         try:
+            self._check_served(call.tenant)
             request = call.dialect.read(call.body)
             _check_model(request.ask.model, call.tenant)
         except Refused as refused:
@@ -179,8 +197,8 @@ class Gate:
         finally:
             if held.line is not None:
                 held.line.release()
-            ended, used_tokens = held.receipt.ended, held.used_tokens()
-            await asyncio.shield(self._ledger.settle(held.lease_id, ended=ended, used_tokens=used_tokens))
+            ended, used = held.receipt.ended, held.used()
+            await asyncio.shield(self._ledger.settle(held.lease_id, ended=ended, used=used))
 
     @asynccontextmanager
     async def _judged(self, call: Call, request: ReadRequest) -> AsyncIterator[Admitted | Rejected | None]:
@@ -189,7 +207,7 @@ class Gate:
             yield await self._judge(call, request, held)
 
     async def _judge(self, call: Call, request: ReadRequest, held: _Held) -> Admitted | Rejected | None:
-        tenant, engine = call.tenant, self._engine
+        tenant, engine, came = call.tenant, self._engine, request
         try:
             weighed = await self._weigh(call, request)
             counted, pool, verdict, asked = weighed.counted, weighed.pool, weighed.verdict, weighed.asked
@@ -197,7 +215,7 @@ class Gate:
             if isinstance(verdict, Reject):
                 return Rejected(verdict.refusal, verdict, request, counted, asked)
             await self._check_reuse(call.dialect.name, counted, pool)
-            reservation = Reservation(held.lease_id, tenant.name, tenant.quota, verdict.size)
+            reservation = Reservation(held.lease_id, tenant.name, tenant.quota, verdict.size, tenant.share)
             lease = await self._ledger.reserve(reservation, pool)
             if isinstance(lease, Denied):
                 return _denied(lease, tenant, verdict, request, counted, asked=asked)
@@ -208,17 +226,18 @@ class Gate:
             return Rejected(refused.refusal, request=request)
         if held.line.profile != counted.profile:
             return None
-        reuse = Reuse.OFF
+        reuse = self._reuse(call, request, held.line.profile)
         edit = call.dialect.cap(request, verdict.size) | engine.reuse_edit(reuse)
         return Admitted(
             verdict=verdict,
             request=request,
             counted=counted,
-            body=request.document.edited(edit),
+            body=engine.unmarked(request.document).edited(edit),
             line=held.line,
             lease=lease,
             reuse=reuse,
-            start=lambda: self._ledger.hand_over(held.lease_id),
+            start=lambda: self._ledger.hand_over(held.lease_id, lambda: held.receipt.events),
+            cold=self._is_cold(call, came, held.line.profile, reuse),
             answered=lambda: self._ledger.answered(held.lease_id),
             receipt=held.receipt,
             explain=engine.explain,
@@ -229,6 +248,7 @@ class Gate:
     async def weigh(self, call: Call) -> Weighed | Rejected:
         """What `admit` would decide, by the same steps, as far as the ledger; nothing is reserved or sent."""
         try:
+            self._check_served(call.tenant)
             request = call.dialect.read(call.body)
             _check_model(request.ask.model, call.tenant)
             return await self._weigh(call, request)
@@ -265,6 +285,22 @@ class Gate:
             raise Refused(refusal(Reason.ENGINE_CHANGED, retry_after_s=1))
         return held.line
 
+    def _check_served(self, tenant: Tenant) -> None:
+        if self._rule is not None and not self._rule.serves(tenant):
+            raise Refused(refusal(Reason.ENGINE_DEDICATED))
+
+    def _reuse(self, call: Call, request: ReadRequest, profile: EngineProfile) -> Reuse:
+        """What prefix reuse the request has on this connection; none where its API cannot carry the switch."""
+        if self._rule is None or not request.ask.generates or not self._engine.carries_reuse(call.dialect.name):
+            return Reuse.OFF
+        return self._rule.of(call.tenant, profile, asked=request.document.get("cache_prompt") is True)
+
+    def _is_cold(self, call: Call, came: ReadRequest, profile: EngineProfile, reuse: Reuse) -> bool:
+        """Whether the conversation, by how it began before any trim, had reuse on a process that is gone."""
+        if self._warmth is None or (reuse is Reuse.OFF and not self._warmth):
+            return False
+        return self._warmth.is_cold(call.tenant.name, beginning(call.dialect.trimmable(came), came), profile, reuse)
+
     async def _check_reuse(self, dialect: str, counted: Counted, pool: KvPool) -> None:
         """Refuse a dialect whose requests cannot carry the switch, unless the engine has reuse off by itself."""
         if self._engine.reuse_is_off(dialect, counted.profile) is None:
@@ -282,7 +318,7 @@ class Gate:
             reservation = Reservation(held.lease_id, PROBE_TENANT, PROBE_QUOTA, PROBE_SIZE)
             if isinstance(await self._ledger.reserve(reservation, pool), Denied):
                 return  # found out nothing: the next request tries again
-            held.line = await self._engine.open()
+            held.line = await self._engine.open(fresh=True)
             try:
                 self._ledger.hand_over(held.lease_id)
                 await self._engine.probe_reuse(held.line)
@@ -300,17 +336,18 @@ class _Held:
     receipt: Receipt = field(default_factory=Receipt)
     prompts: tuple[int, ...] = ()
 
-    def used_tokens(self) -> int | None:
+    def used(self) -> Usage | None:
         """What the request took: what the answer told, or the output that passed before it was cut.
 
         None where neither is known, as of a whole answer that nobody waited for: what was reserved stays charged.
         """
         told = self.receipt.told
         if told is None and self.receipt.events:
-            return sum(self.prompts) + self.receipt.events
+            return Usage(sum(self.prompts), self.receipt.events)
         if told is None or told.untold:
             return None
-        return told.usage.prompt_tokens + sum(self.prompts[told.prompts :]) + told.usage.output_tokens
+        untold_prompts = sum(self.prompts[told.prompts :])
+        return replace(told.usage, prompt_tokens=told.usage.prompt_tokens + untold_prompts)
 
 
 def _check_model(model: str | None, tenant: Tenant) -> None:

@@ -12,7 +12,7 @@ from kvgate.core.trim_policy import UNSAID, TrimAsk
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvgate.core.ask import Ask, Usage
     from kvgate.core.json_object import Edit, JsonObject
@@ -287,7 +287,7 @@ class Engine(Protocol):
             Refused: as `count`.
         """
 
-    async def open(self) -> Line:
+    async def open(self, *, fresh: bool = False) -> Line:
         """A connection for one inference.
 
         Raises:
@@ -299,6 +299,12 @@ class Engine(Protocol):
 
     def reuse_edit(self, reuse: Reuse) -> Edit:
         """The edit that tells this kind of engine what prefix reuse the request may have."""
+
+    def unmarked(self, document: JsonObject) -> JsonObject:
+        """The body without the marks, deep inside it, that ask for or key reuse; every other byte as it came."""
+
+    def carries_reuse(self, dialect: str) -> bool:
+        """Whether a request of this dialect can ask for reuse, or against it."""
 
     def reuse_is_off(self, dialect: str, profile: EngineProfile) -> bool | None:
         """Whether a request of this dialect can be kept from reuse on this engine.
@@ -329,19 +335,34 @@ class StartupLogSource(Protocol):
         """All that the log has said until now, read."""
 
 
+class ReuseRule(Protocol):
+    """Who may be served by this engine, and who of them may reuse (the rule itself is `core.canary`)."""
+
+    def serves(self, tenant: Tenant) -> bool:
+        """Whether the engine is there for this tenant at all."""
+
+    def of(self, tenant: Tenant, profile: EngineProfile, *, asked: bool) -> Reuse:
+        """What a request has on the engine of this very connection; `asked` is whether it asks for reuse."""
+
+
+def nothing_yet() -> int:
+    """No output has come."""
+    return 0
+
+
 class LedgerPort(Protocol):
     """Who holds what, for all requests of one engine (the rule itself is `core.ledger`)."""
 
     async def reserve(self, reservation: Reservation, pool: KvPool) -> Lease | Denied:
         """Wait for room, at most the tenant's `queue_timeout_s`; cancelling it leaves nothing behind."""
 
-    def hand_over(self, lease_id: str) -> None:
-        """The request's bytes go to the engine now."""
+    def hand_over(self, lease_id: str, streamed: Callable[[], int] = nothing_yet) -> None:
+        """The request's bytes go to the engine now; `streamed` is asked how much output has come."""
 
     def answered(self, lease_id: str) -> None:
         """The engine has begun to answer."""
 
-    async def settle(self, lease_id: str, *, ended: bool, used_tokens: int | None = None) -> None:
+    async def settle(self, lease_id: str, *, ended: bool, used: Usage | None = None) -> None:
         """Give back what the id holds, if anything; see `core.ledger.Ledger.settle`."""
 
 

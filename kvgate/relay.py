@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Protocol
 from kvgate.core.ask import Usage
 from kvgate.core.ending import ended_by_context
 from kvgate.core.reason import Reason, Refusal, refusal
+from kvgate.core.reuse import Reuse
 from kvgate.core.sse import EventSplitter, EventTooLarge
 from kvgate.core.tenant import LoopGuard
 from kvgate.ports import LineFailed, LineStalled, Refused
 from kvgate.upstream import RETRY_AFTER_S, whole_body
 from kvgate.wire.answers import is_answer, is_error
 from kvgate.wire.generated import StreamWatch, loop_in
+from kvgate.wire.masking import masked, masked_event
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -105,12 +107,14 @@ async def _sent(admitted: Admitted, path: str) -> Head:
 async def _stream(admitted: Admitted, guard: _Guard, headers: Mapping[str, str], say: _Say) -> Relayed:
     tap, watch, client = guard.tap, guard.watch, say.client
     splitter = EventSplitter()
+    shown = masked_event if admitted.reuse is Reuse.OFF else bytes
     begun, problem = False, ""
     reason = Reason.ENGINE_FAILED
     try:
         while data := await admitted.line.read():
+            admitted.receipt.events = tap.events
             events = splitter.feed(data)
-            if out := b"".join([tap.take(event) for event in events]):
+            if out := b"".join([shown(tap.take(event)) for event in events]):
                 if not begun:
                     begun = True
                     await client.begin(200, headers)
@@ -159,7 +163,8 @@ async def _whole(admitted: Admitted, dialect: Dialect, head: Head, say: _Say, lo
         receipt.loop = loop_in(body, dialect.whole_text)
     found = {"x-kvgate-ended-by-context": receipt.ended_by_context, "x-kvgate-loop": receipt.loop}
     told = {name: str(value) for name, value in found.items() if value}
-    await say.client.whole(head.status, {**_passed_on(head), **say.headers, **told}, body)
+    shown = masked(body) if admitted.reuse is Reuse.OFF else body
+    await say.client.whole(head.status, {**_passed_on(head), **say.headers, **told}, shown)
     return Relayed(head.status)
 
 

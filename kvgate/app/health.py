@@ -7,13 +7,17 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvgate.core.fairness import MILLI
 from kvgate.core.profile import Source
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from kvgate.app.engine_watch import LifeWatch, SlotsWatch
+    from kvgate.app.reuse_keeper import ReuseKeeper
     from kvgate.app.tenants_file import TenantsFile
+    from kvgate.core.fairness import FairRule, FairView
+    from kvgate.core.ledger import LedgerView
     from kvgate.core.profile import EngineProfile
     from kvgate.engines.llamacpp import LlamaCpp
     from kvgate.metrics import Metrics
@@ -42,6 +46,7 @@ class Health:
     slots: SlotsWatch
     explain: Callable[[str, str, bytes], Awaitable[dict[str, Any]]]
     reports: Callable[[str], Awaitable[tuple[Report, ...]]]
+    reuse: ReuseKeeper
     settings_problem: str | None = None
 
     def problems(self) -> list[str]:
@@ -74,6 +79,7 @@ class Health:
         if self.settings_problem is not None:
             warnings.append(self.settings_problem)
         warnings += self.engine.erred_proofs()
+        warnings += self.reuse.warnings()
         if (outage := self.ledger.outage_pool) is not None:
             warnings.append(
                 f"the store is out: this gate goes by what it held, {outage.slots} slots and {outage.tokens} tokens"
@@ -92,13 +98,15 @@ class Health:
 
     def status(self) -> dict[str, Any]:
         """Everything, as JSON values."""
-        profile = self.engine.profile
+        profile, fair = self.engine.profile, self.ledger.fair()
         engine = profile and {"profile": profile, "fingerprint": profile.fingerprint, "kv_type": profile.kv_type}
         return {
             "engine": engine,
             "engine_life": self.life.told(),
             "counting": self.engine.proofs(),
+            "reuse": self.reuse.told(),
             "ledger": self.ledger.view(),
+            "fairness": None if fair is None else told_fairness(fair, self.metrics.rule, self.ledger.view()),
             "pid": os.getpid(),
             "in_flight": self.front.in_flight,
             "upstream_connections": self.engine.upstream.open_connections,
@@ -106,6 +114,36 @@ class Health:
             "problems": self.problems(),
             "warnings": self.warnings(),
         }
+
+
+def told_fairness(fair: FairView, rule: FairRule, ledger: LedgerView | None) -> dict[str, Any]:
+    """How fair it is, as JSON values; service in tokens at their prices."""
+    bound = None if ledger is None else rule.gap_bound_milli(ledger.pool, fair.least_weight_milli) / MILLI
+    return {
+        "tenants": {
+            one.name: {
+                "weight": one.weight_milli / MILLI,
+                "service_recent": one.service_milli / MILLI,
+                "service_share": round(fair.service_share(one), 4),
+                "weight_share": round(fair.weight_share(one), 4),
+                "counter": one.counter_milli / MILLI,
+                "filled_tokens": one.filled_tokens,
+                "waiting": one.waiting,
+                "oldest_s": None if one.oldest_since_s is None else round(max(fair.now_s - one.oldest_since_s, 0), 3),
+            }
+            for one in fair.tenants
+        },
+        "jain": fair.jain,
+        "gap": fair.gap_milli / MILLI,
+        "gap_max": fair.gap_max_milli / MILLI,
+        "gap_bound": bound,
+        "void": sorted(fair.voids),
+        "bypasses": fair.bypasses,
+        "drains": fair.drains,
+        "drain_idle_s": fair.drain_idle_s,
+        "prefill_tokens": fair.prefill_tokens,
+        "oldest_wait_s": round(fair.oldest_wait_s, 3),
+    }
 
 
 def profile_warnings(profile: EngineProfile) -> list[str]:
@@ -118,9 +156,32 @@ def profile_warnings(profile: EngineProfile) -> list[str]:
             f"of {n_ctx} tokens: safe, and slower than need be. Name the engine's log (--engine-log FILE), or write "
             f'kv_topology = "divided" (or "unified", with pool_tokens) under [engine]'
         )
+    warnings += reuse_warnings(profile)
     if not profile.slots_visible:
         warnings.append(
             "the engine does not show its slots (started with --no-slots), so what a hung-up request held is counted "
             "until drain_max_s has passed"
+        )
+    return warnings
+
+
+def reuse_warnings(profile: EngineProfile) -> list[str]:
+    """What of the engine's own caches goes on although every request says `cache_prompt: false`."""
+    warnings = []
+    if profile.prompt_cache_mib is not None and profile.prompt_cache_mib.value != 0:
+        idle = (
+            ", and idle slots are saved there"
+            if profile.idle_slots_cached and profile.idle_slots_cached.value
+            else ""
+        )
+        warnings.append(
+            "the engine keeps a RAM prompt cache that all its slots share" + idle + ": what one tenant said may be "
+            "kept in it, and came back to another on some builds (llama.cpp issue 27148). Start it with "
+            "--cache-ram 0 --no-cache-idle-slots"
+        )
+    if profile.context_shift is not None and profile.context_shift.value:
+        warnings.append(
+            "the engine shifts its context (--context-shift): it drops the middle of a sequence that outgrows its "
+            "slot, without a word to the client. Start it without that flag"
         )
     return warnings

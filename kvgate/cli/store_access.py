@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvgate.cli.answers import refuse, tell
 from kvgate.settings import BadSettings, load
+from kvgate.store.canary import CanaryStore
 from kvgate.store.client import connect
 from kvgate.store.embedded import EmbeddedValkey
 from kvgate.store.errors import StoreUnavailable, store_errors
@@ -46,6 +47,7 @@ class Desk:
     sizes: RecentSizes
     reports: Reports
     where: str
+    canary: CanaryStore
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +127,8 @@ async def _open(settings: Settings, *, makes_store: bool) -> AsyncIterator[Desk]
         await _check_answers(client, where)
         registry = Registry(client, timeout_s=ANSWER_TIMEOUT_S)
         sizes = RecentSizes(client, timeout_s=ANSWER_TIMEOUT_S)
-        yield Desk(registry, sizes, Reports(client, timeout_s=ANSWER_TIMEOUT_S), where)
+        reports = Reports(client, timeout_s=ANSWER_TIMEOUT_S)
+        yield Desk(registry, sizes, reports, where, CanaryStore(client, timeout_s=ANSWER_TIMEOUT_S))
 
 
 async def _check_answers(client: Any, where: str) -> None:

@@ -140,6 +140,15 @@ class Reason(Enum):
         "This key may not use that model. It may use: {models}.",
         "The tenant's `models` does not list it.",
     )
+    ENGINE_DEDICATED = Row(
+        "engine_dedicated",
+        403,
+        "engine_dedicated",
+        "permission_error",
+        "This inference server is there for other tenants. Your operator can tell you the address of yours.",
+        "`engine.dedicated_to` names the tenants that this engine serves, and the caller is none of them "
+        "(docs/reuse.md).",
+    )
     MODEL_NOT_FOUND = Row(
         "model_not_found",
         404,
@@ -187,6 +196,15 @@ class Reason(Enum):
         _BUSY,
         "{waiting} of your requests already wait, which is your queue's length. Try again in {retry_after_s} s.",
         "The tenant's `queue_max` is reached.",
+    )
+    SPOT_REFUSED = Row(
+        "spot_refused",
+        429,
+        "spot_refused",
+        _BUSY,
+        "Others wait for this model, and your requests run only while nobody else does. Try again in "
+        "{retry_after_s} s.",
+        'The tenant\'s `tier` is "spot", and requests of other tiers wait (docs/fairness.md).',
     )
     QUEUE_TIMEOUT = Row(
         "queue_timeout",

@@ -164,6 +164,9 @@ DECIDES: dict[str, Any] = {
     "n_vocab": 3,
     "chat_template_sha256": "00",
     "kv_type_k": Fact("q8_0", Source.LOG),
+    "prompt_cache_mib": Fact(0, Source.LOG),
+    "idle_slots_cached": Fact(False, Source.LOG),
+    "context_shift": Fact(False, Source.LOG),
 }
 """What two engines must agree in to compute alike, each with another value than `PROFILE` has."""
 
@@ -173,6 +176,7 @@ DECIDES_NOT: dict[str, Any] = {
     "models": ("alias",),
     "n_ctx_train": 8192,
     "slots_visible": False,
+    "kv_bytes_per_token": 23040.0,
 }
 """What may differ between two engines that compute alike."""
 

@@ -68,6 +68,7 @@ class Story:
             body=b"the judged body",
             line=self.line,
             lease=Lease("x", 11, 1, 0.0),
+            cold=False,
             reuse=Reuse.OFF,
             start=lambda: self.told.append("start"),
             answered=lambda: self.told.append("answered"),
@@ -495,6 +496,31 @@ async def test_what_went_wrong_is_said_for_the_operator_and_not_to_the_client() 
     assert "closed the connection" in relayed.detail
     assert "closed the connection" not in story.client.body.decode()
     assert (await streamed(delta("x"), DONE).run()).detail == ""
+
+
+# -- what was cached
+
+
+CACHED = b'{"usage":{"prompt_tokens":9,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":8}}}'
+COLD = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 0}}
+
+
+@pytest.mark.parametrize("reuse", list(Reuse))
+async def test_cached_tokens_are_shown_to_who_may_reuse_alone(reuse: Reuse) -> None:
+    """Whole and streamed; the receipt has the truth either way."""
+    whole = Story(Head(200, JSON), [CACHED])
+    usage = b'data: {"choices":[],' + CACHED[1:] + b"\n\n"
+    stream = streamed(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n', usage, b"data: [DONE]\n\n", shown=True)
+    for story in (whole, stream):
+        story.admitted.reuse = reuse
+        await story.run()
+        assert story.receipt.told == Told(Usage(9, 2, 8))
+    event = stream.client.body.split(b"\n\n")[1].removeprefix(b"data: ")
+    if reuse is Reuse.OFF:
+        assert [json.loads(shown)["usage"] for shown in (whole.client.body, event)] == [COLD, COLD]
+    else:
+        assert (whole.client.body, b"data: " + event + b"\n\n") == (CACHED, usage)
+    assert stream.client.body.endswith(b"data: [DONE]\n\n")
 
 
 # -- answers that repeat themselves
