@@ -12,8 +12,9 @@ from kvgate.cli.answers import Told, refuse, tell
 from kvgate.cli.histogram_page import page
 from kvgate.cli.histogram_told import histogram_lines, plan_fields, plan_lines
 from kvgate.cli.store_access import add_options, nearest, run_prepared
-from kvgate.core.engine_requests import MIB, EngineRequests
+from kvgate.core.engine_requests import EngineRequests
 from kvgate.core.histogram import Histogram, Length, histogram
+from kvgate.core.profile import MIB
 from kvgate.core.plan import SLOTS, plan
 from kvgate.core.pool import KvPool
 from kvgate.core.replay import Asked
@@ -24,7 +25,8 @@ from kvgate.store.registry import NotDone
 if TYPE_CHECKING:
     from kvgate.cli.histogram_told import Histograms
     from kvgate.cli.store_access import Desk, Work
-    from kvgate.core.plan import Planned, Requests
+    from kvgate.core.profile import MIB
+from kvgate.core.plan import Planned, Requests
     from kvgate.settings import Settings
 
 LOGGED: Final = "engine log"
