@@ -14,9 +14,9 @@ from kvgate.cli.histogram_told import histogram_lines, plan_fields, plan_lines
 from kvgate.cli.store_access import add_options, nearest, run_prepared
 from kvgate.core.engine_requests import EngineRequests
 from kvgate.core.histogram import Histogram, Length, histogram
-from kvgate.core.profile import MIB
 from kvgate.core.plan import SLOTS, plan
 from kvgate.core.pool import KvPool
+from kvgate.core.profile import MIB
 from kvgate.core.replay import Asked
 from kvgate.core.tenant import Tenant
 from kvgate.settings import BadSettings
@@ -25,8 +25,7 @@ from kvgate.store.registry import NotDone
 if TYPE_CHECKING:
     from kvgate.cli.histogram_told import Histograms
     from kvgate.cli.store_access import Desk, Work
-    from kvgate.core.profile import MIB
-from kvgate.core.plan import Planned, Requests
+    from kvgate.core.plan import Planned, Requests
     from kvgate.settings import Settings
 
 LOGGED: Final = "engine log"

@@ -72,6 +72,8 @@ class StreamWatch:
 
     def take(self, data: bytes) -> Loop | None:
         """Further bytes of the stream, as they came; what was found until now."""
+        if self.found is not None:
+            return self.found
         self._seen_bytes += len(data)
         if self._seen_bytes > self._from_bytes:
             self._pieces.append(data)
