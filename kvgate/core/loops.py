@@ -18,7 +18,7 @@ from collections import deque
 from enum import StrEnum
 from typing import Final
 
-STEP_CHARS: Final = 512
+STEP_CHARS: Final = 128
 """So much text is new at every look for repeated text and lines."""
 
 WORDS_STEP_CHARS: Final = 4096
@@ -30,12 +30,12 @@ WINDOW_CHARS: Final = 4096
 NEEDLE_CHARS: Final = 24
 
 REPEATS_MIN: Final = 4
-REPEATED_CHARS_MIN: Final = 800
+REPEATED_CHARS_MIN: Final = 640
 """A piece counts as repeated over and over where it stands so often, and fills so much, at the very end."""
 
 SHORT_UNIT_CHARS: Final = 8
 SHORT_REPEATED_CHARS_MIN: Final = 2048
-"""Rules, fills, zeros and blanks are long runs of short pieces; they need more."""
+"""Rules, fills and zeros are long runs of short pieces, pictures of pieces without letters; they need more."""
 
 LINES_KEPT: Final = 40
 LINES_NEW_MAX: Final = 4
@@ -148,7 +148,8 @@ def repeats(text: str) -> bool:
     if before < 0 or len(needle) < NEEDLE_CHARS:
         return False
     unit = len(text) - NEEDLE_CHARS - before
-    least = SHORT_REPEATED_CHARS_MIN if unit <= SHORT_UNIT_CHARS else REPEATED_CHARS_MIN
+    is_plain = unit <= SHORT_UNIT_CHARS or _LETTERS.search(text[-unit:]) is None
+    least = SHORT_REPEATED_CHARS_MIN if is_plain else REPEATED_CHARS_MIN
     length = max(least, unit * REPEATS_MIN)
     # A text repeats itself every `unit` characters where it equals itself, so many characters further on.
     return length <= len(text) and text[-length:-unit] == text[-length + unit :]

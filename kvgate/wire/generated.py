@@ -12,10 +12,10 @@ from kvgate.core.loops import Glances, Loop, LoopWatch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-LOOK_BYTES: Final = 16 * 1024
-"""So much of a stream is read together, some fifty tokens: event by event it would cost several times as much."""
+LOOK_BYTES: Final = 8 * 1024
+"""So much of a stream is read together, some thirty tokens: event by event it would cost several times as much."""
 
-PERIOD_BYTES: Final = 64 * 1024
+PERIOD_BYTES: Final = 32 * 1024
 """Of so much one look is taken while nothing repeats itself."""
 
 SUSPECTED_BYTES: Final = 512 * 1024
