@@ -34,8 +34,10 @@ REPEATED_CHARS_MIN: Final = 640
 """A piece counts as repeated over and over where it stands so often, and fills so much, at the very end."""
 
 SHORT_UNIT_CHARS: Final = 8
+UNIT_LETTERS_MIN: Final = 4
 SHORT_REPEATED_CHARS_MIN: Final = 2048
-"""Rules, fills and zeros are long runs of short pieces, pictures of pieces without letters; they need more."""
+"""Rules, fills and zeros are long runs of short pieces, pictures and encoded zeros of pieces with hardly a letter in
+them; they need more."""
 
 LINES_KEPT: Final = 40
 LINES_NEW_MAX: Final = 4
@@ -65,7 +67,7 @@ class Loop(StrEnum):
 
 
 GLANCES: Final = 6
-GLANCE_CHARS: Final = 20
+GLANCE_CHARS: Final = 24
 GLANCED_CHARS_MAX: Final = 2048
 """A glance compares so many places, each of so many characters, with so much text of earlier glances."""
 
@@ -148,7 +150,7 @@ def repeats(text: str) -> bool:
     if before < 0 or len(needle) < NEEDLE_CHARS:
         return False
     unit = len(text) - NEEDLE_CHARS - before
-    is_plain = unit <= SHORT_UNIT_CHARS or _LETTERS.search(text[-unit:]) is None
+    is_plain = unit <= SHORT_UNIT_CHARS or len(set(_LETTERS.findall(text[-unit:]))) < UNIT_LETTERS_MIN
     least = SHORT_REPEATED_CHARS_MIN if is_plain else REPEATED_CHARS_MIN
     length = max(least, unit * REPEATS_MIN)
     # A text repeats itself every `unit` characters where it equals itself, so many characters further on.
