@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvgate.core.loops import Loop
@@ -98,3 +98,16 @@ def test_a_loop_in_a_whole_answer_is_found(indent: int | None) -> None:
     body = json.dumps({"choices": choices}, indent=indent).encode()
     assert loop_in(body, CONTENT) is Loop.TEXT
     assert loop_in(body[:700], CONTENT) is None
+
+
+@given(st.text(alphabet="abcdefghij klmno\n", min_size=9, max_size=500), st.integers(0, 700), st.integers(100, 400))
+@settings(max_examples=60, deadline=None)
+def test_a_loop_that_begins_anywhere_is_found_between_the_glances(unit: str, before: int, padding: int) -> None:
+    """Whatever goes round, and however much else is in an event: within some two thousand tokens."""
+    text = "".join(f"{at * at:x} " for at in range(before)) + unit * (1 + 9000 // len(unit))
+    watch = StreamWatch(CONTENT, 1)
+    found = any(
+        watch.take(event("content", text[at : at + 4])[:-3] + b',"pad":"' + b"-" * padding + b'"}\n\n')
+        for at in range(0, len(text), 4)
+    )
+    assert found
