@@ -1,6 +1,6 @@
 """A flood of long prompts against a tenant with a guaranteed slot: what its time to the first token becomes.
 
-    python -m loadtests.fairness [--asks 20] [--flood 6]
+    python -m loadtests.fairness [--asks 20] [--flood 6] [--whole-model]
 
 The same victim and the same flood, three times in one run: the victim alone, both through kvgate, and both straight
 at the engine. The goal is 1.5 times what it takes alone, plus one prefill batch, since a batch that has begun is not
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import random
 import sys
@@ -21,12 +22,14 @@ from typing import Any
 
 import aiohttp
 
+from kvgate.lab.fetch import fetch_model
 from loadtests.fleet import CHAT, Fleet
+from tests.e2e.one_layer import one_layer
 
 SLOTS, N_CTX_SLOT = 4, 1024
-FLOOD_WORDS, FLOOD_OUTPUT = 400, 16
+FLOOD_WORDS, FLOOD_OUTPUT = 500, 16
 VICTIM_WORDS, VICTIM_OUTPUT = 20, 8
-PREFILL_TOKENS_MAX = 560
+PREFILL_TOKENS_MAX = 700
 """One prompt of the flood, and the victim's, at once."""
 
 WORDS = ("river", "stone", "green", "seven", "cloud", "paper", "music", "horse", "lemon", "alpha")
@@ -43,13 +46,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--asks", type=int, default=20, help="of the victim, each time")
     parser.add_argument("--flood", type=int, default=6, help="clients that send long prompts without a pause")
+    parser.add_argument("--whole-model", action="store_true", help="not just its first layer: thirty times the time")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     flags = ["-c", str(SLOTS * N_CTX_SLOT), "-np", str(SLOTS), "--no-kv-unified", "--no-cache-prompt"]
-    with (
-        tempfile.TemporaryDirectory(prefix="kvgate-fairness-") as scratch,
-        Fleet(Path(scratch), [*flags, "--cache-ram", "0", "--no-cache-idle-slots"], 1, TENANTS, CONFIG) as fleet,
-    ):
+    flags += ["--cache-ram", "0", "--no-cache-idle-slots"]
+    with tempfile.TemporaryDirectory(prefix="kvgate-fairness-") as scratch, contextlib.ExitStack() as stack:
+        if not options.whole_model:
+            flags += ["-m", str(one_layer(fetch_model(), Path(scratch) / "one-layer.gguf"))]
+        fleet = stack.enter_context(Fleet(Path(scratch), flags, 1, TENANTS, CONFIG))
         return asyncio.run(_measure(fleet, options.asks, options.flood, random.Random(options.seed)))
 
 
@@ -98,7 +103,7 @@ class Clients:
         for number in range(asks):
             await asyncio.sleep(self._chance.uniform(0.0, 0.3))
             found.append(await self.first_token_s(url, VICTIM_WORDS, VICTIM_OUTPUT, "victim"))
-            print(f"{number + 1} of {asks}", end="\r", file=sys.stderr, flush=True)
+            print(f"{number + 1} of {asks} ({found[-1] * 1e3:.0f} ms)", end="\r", file=sys.stderr, flush=True)
         return found
 
     async def victim_in_a_flood(self, url: str, asks: int, clients: int) -> list[float]:
