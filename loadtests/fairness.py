@@ -29,8 +29,8 @@ from tests.e2e.one_layer import one_layer
 SLOTS, N_CTX_SLOT = 4, 1024
 FLOOD_WORDS, FLOOD_OUTPUT = 500, 16
 VICTIM_WORDS, VICTIM_OUTPUT = 20, 8
-PREFILL_TOKENS_MAX = 700
-"""One prompt of the flood, and the victim's, at once."""
+PREFILL_TOKENS_MAX = 256
+"""Less than one prompt of the flood: each goes alone, and none begins while the victim's is being read."""
 
 WORDS = ("river", "stone", "green", "seven", "cloud", "paper", "music", "horse", "lemon", "alpha")
 TENANTS = {
