@@ -59,6 +59,14 @@ def test_chaos_runs_and_leaves_nothing_held() -> None:
     assert "0 overflows at the engine" in said
 
 
+@pytest.mark.timeout(400)
+def test_the_flood_against_a_guaranteed_slot_runs() -> None:
+    """A short one: everything is answered, and the goal is told beside what was reached; no time is asserted."""
+    said = ran("loadtests.fairness", "--asks", "2", "--flood", "2", timeout_s=380)
+    assert "requests refused: 0" in said
+    assert said.count(" x the goal") == 1
+
+
 def test_the_benchmark_of_the_ledger_runs() -> None:
     assert "pairs" in ran("loadtests.ledger_pairs", "--pairs", "40", "--waiting", "0,20", timeout_s=150)
 
