@@ -75,7 +75,7 @@ EXAMPLES: Final[dict[str, Example]] = {
         value="95%",
     ),
     "KvgateOverflowsRejected": Example(
-        {_requests(reason="prompt_overflow"): "0x8 1x6"},
+        {_requests(reason="prompt_overflow"): "_x8 1x6"},  # the first one ever, of which there was no 0 before
         {_requests(reason="prompt_overflow"): "7x14", _requests(reason="queue_full"): "0+1x14"},
         {"job": "kvgate", "tenant": "acme", "reason": "prompt_overflow"},
     ),

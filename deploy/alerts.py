@@ -57,6 +57,7 @@ def grew(counter: str, window: str) -> str:
 
 
 _GATE = "job, instance"
+_OVERFLOWS = 'kvgate_requests_total{reason=~"prompt_overflow|generation_overflow|untrimmable"}'
 
 RECORDINGS: Final = (
     Recording(
@@ -127,8 +128,7 @@ ALERTS: Final = (
     ),
     Alert(
         "KvgateOverflowsRejected",
-        'sum by (job, tenant, reason) (increase(kvgate_requests_total{reason=~"prompt_overflow|generation_overflow'
-        '|untrimmable"}[5m])) > 0',
+        f"sum by (job, tenant, reason) ({grew(_OVERFLOWS, '5m')})",
         "0m",
         "info",
         "Requests of the tenant {{ $labels.tenant }} do not fit its context and are refused: {{ $labels.reason }}.",
