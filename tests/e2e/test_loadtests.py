@@ -78,3 +78,12 @@ def test_the_comparison_of_proxies_runs(tmp_path: Path) -> None:
     assert fast["medians"]["kvgate, 1 worker"]["cpu_2k"] > 0
     assert all(found["errors"] == 0 and found["tokens_2"] > 0 for found in real["medians"].values())
     assert all(title in markdown.read_text() for title in BENCH_TITLES)
+
+
+def test_the_benchmark_of_reuse_runs() -> None:
+    """Two turns of each conversation: the second one reuses most of the first where reuse is on, and nothing else."""
+    said = ran("loadtests.reuse", "--turns", "2", "--words", "5", timeout_s=150)
+    rows = [line.split() for line in said.splitlines()[1:]]
+    assert [row[:3] for row in rows] == [[on, stride, "2"] for on in ("off", "on") for stride in ("0", "128")]
+    reused = [int(row[4].rstrip("%")) for row in rows]
+    assert (reused[:2], min(reused[2:]) > 20) == ([0, 0], True)
