@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvgate.cli import canary_pins
+from kvgate.cli import canary_pins, canary_run
 
 if TYPE_CHECKING:
     import argparse
 
-PARTS = (canary_pins,)
+PARTS = (canary_run, canary_pins)
 """The modules whose actions the command has, in the order of its help."""
 
 
