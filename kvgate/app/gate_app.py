@@ -175,6 +175,7 @@ class App:
             stack.push_async_callback(self._child.stop)
         await health.ledger.guarantee(guaranteed(health.tenants.all()))
         await self._first_look(health.ledger)
+        await health.reuse.look()  # whom this engine serves is known before the first request
         jobs = [
             health.tenants.watch(),
             health.tenants_file.watch(),
