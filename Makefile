@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export KVGATE_CACHE ?= $(CURDIR)/.cache
 
 .DEFAULT_GOAL := help
-.PHONY: help run demo test check lint unit e2e docs clean
+.PHONY: help run demo test check lint unit e2e bench docs clean
 
 help:  ## Print this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,9 +44,13 @@ unit: $(VENV)/dev.stamp
 e2e: $(VENV)/dev.stamp
 	@$(BIN)/python -m pytest tests/e2e
 
-docs: $(VENV)/dev.stamp  ## Write docs/reference.md and docs/faults.md anew from the code
+bench: $(VENV)/dev.stamp  ## Compare what nginx, kvgate, aiohttp and LiteLLM cost, in ten minutes; OPTIONS="--quick" (docs/performance.md)
+	@$(BIN)/python -m loadtests.bench $(OPTIONS)
+
+docs: $(VENV)/dev.stamp  ## Write docs/reference.md, docs/faults.md, rules and dashboards anew from the code
 	@$(BIN)/python -m kvgate.cli.reference > docs/reference.md
 	@$(BIN)/python -m tests.e2e.faults.render > docs/faults.md
+	@$(BIN)/python -m deploy.generate
 
 clean:  ## Remove what the other targets made
 	@rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

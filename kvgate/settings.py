@@ -19,7 +19,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from kvgate.core.tenant import Limits, OnOverflow, Quota, ReusePolicy, Tenant, TrimSide, TrimStrategy
+from kvgate.core.tenant import Limits, LoopGuard, OnOverflow, Quota, ReusePolicy, Tenant, TrimSide, TrimStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -118,6 +118,17 @@ class StoreSettings(_Section):
     )
 
 
+class ReportSettings(_Section):
+    """What is kept of each request for `kvgate report`; no text of it."""
+
+    keep_s: int = Field(
+        24 * 3600, ge=0, description="Seconds for which a request's report is kept in the store; 0 keeps none."
+    )
+    kept_max: int = Field(
+        20_000, ge=0, description="Reports kept at most, of all tenants; the oldest go. About a kilobyte each."
+    )
+
+
 class HttpSettings(_Section):
     """The tenants' side of the gate."""
 
@@ -130,6 +141,17 @@ class HttpSettings(_Section):
         (), description="Origins whose browser pages may ask, such as https://chat.example; * allows every page."
     )
     stop_grace_s: float = Field(30.0, ge=0, description="Seconds that running requests get to finish on SIGTERM.")
+
+
+class CanarySettings(_Section):
+    """Prefix reuse: how its evidence is kept true (docs/reuse.md)."""
+
+    every_h: float = Field(
+        0.0,
+        ge=0,
+        description="Hours after which the suite runs again on a pinned engine, and at once on a process that takes "
+        "its place; 0 leaves both to `kvgate canary run`.",
+    )
 
 
 class Settings(BaseSettings):
@@ -162,6 +184,8 @@ class Settings(BaseSettings):
     engine: EngineSettings = Field(EngineSettings(), description="The engine.")
     store: StoreSettings = Field(StoreSettings(), description="The store.")
     http: HttpSettings = Field(HttpSettings(), description="The tenants' side.")
+    canary: CanarySettings = Field(CanarySettings(), description="Prefix reuse.")
+    report: ReportSettings = Field(ReportSettings(), description="What is kept of each request.")
 
     @model_validator(mode="after")
     def _two_listeners(self) -> Self:
@@ -229,6 +253,11 @@ class TenantSection(_Section):
         description="Limit. Tokens, at 4 bytes each, in whose multiples history is dropped, so that the kept prefix "
         "stays the same for several turns; 0 drops no more than needed.",
     )
+    loop_guard: LoopGuard = Field(
+        LoopGuard.OBSERVE,
+        description="Limit. What to do about an answer that repeats itself over and over: `off`, `observe` (count "
+        "it) or `stop` its stream (docs/loops.md).",
+    )
     concurrency_max: int | None = Field(None, ge=1, description="Quota. Sequences that run at once.")
     kv_tokens_max: int | None = Field(None, ge=1, description="Quota. KV tokens held at once.")
     queue_max: int = Field(64, ge=0, description="Quota. Requests that may wait.")
@@ -260,6 +289,7 @@ class TenantSection(_Section):
                 trim_side=self.trim_side,
                 trim_room_tokens=self.trim_room_tokens,
                 trim_stride_tokens=self.trim_stride_tokens,
+                loop_guard=self.loop_guard,
             ),
             quota=Quota(
                 concurrency_max=self.concurrency_max,

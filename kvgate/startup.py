@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from kvgate import die_with_parent
+from kvgate.core.command_line import BadCommandLine, read_words
 from kvgate.core.startup_log import LINE_CHARS_MAX, StartupLog
 
 if TYPE_CHECKING:
@@ -167,6 +168,8 @@ class Child:
 
 
 def _shifts(command: Sequence[str]) -> bool | None:
-    """Whether a llama-server of this command line shifts its context; None where it says nothing, the last wins."""
-    said = [flag == "--context-shift" for flag in command if flag in {"--context-shift", "--no-context-shift"}]
-    return said[-1] if said else None
+    """Whether an engine of this command line shifts its context; None where it says nothing, or is none."""
+    try:
+        return read_words(command).context_shift
+    except BadCommandLine:
+        return None

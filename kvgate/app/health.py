@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from kvgate.app.engine_watch import LifeWatch, SlotsWatch
+    from kvgate.app.reuse_keeper import ReuseKeeper
     from kvgate.app.tenants_file import TenantsFile
     from kvgate.core.profile import EngineProfile
     from kvgate.engines.llamacpp import LlamaCpp
     from kvgate.metrics import Metrics
     from kvgate.settings import Settings
+    from kvgate.store.reports import Report
     from kvgate.store.shared_ledger import SharedLedger
     from kvgate.store.tenants import ValkeyTenants
     from kvgate.web import Front
@@ -40,6 +42,8 @@ class Health:
     life: LifeWatch
     slots: SlotsWatch
     explain: Callable[[str, str, bytes], Awaitable[dict[str, Any]]]
+    reports: Callable[[str], Awaitable[tuple[Report, ...]]]
+    reuse: ReuseKeeper
     settings_problem: str | None = None
 
     def problems(self) -> list[str]:
@@ -72,6 +76,7 @@ class Health:
         if self.settings_problem is not None:
             warnings.append(self.settings_problem)
         warnings += self.engine.erred_proofs()
+        warnings += self.reuse.warnings()
         if (outage := self.ledger.outage_pool) is not None:
             warnings.append(
                 f"the store is out: this gate goes by what it held, {outage.slots} slots and {outage.tokens} tokens"
@@ -96,6 +101,7 @@ class Health:
             "engine": engine,
             "engine_life": self.life.told(),
             "counting": self.engine.proofs(),
+            "reuse": self.reuse.told(),
             "ledger": self.ledger.view(),
             "pid": os.getpid(),
             "in_flight": self.front.in_flight,
@@ -128,9 +134,11 @@ def profile_warnings(profile: EngineProfile) -> list[str]:
 def reuse_warnings(profile: EngineProfile) -> list[str]:
     """What of the engine's own caches goes on although every request says `cache_prompt: false`."""
     warnings = []
-    if profile.cache_ram_mib is not None and profile.cache_ram_mib.value != 0:
+    if profile.prompt_cache_mib is not None and profile.prompt_cache_mib.value != 0:
         idle = (
-            ", and idle slots are saved there" if profile.cache_idle_slots and profile.cache_idle_slots.value else ""
+            ", and idle slots are saved there"
+            if profile.idle_slots_cached and profile.idle_slots_cached.value
+            else ""
         )
         warnings.append(
             "the engine keeps a RAM prompt cache that all its slots share" + idle + ": what one tenant said may be "

@@ -18,6 +18,7 @@ from kvgate.store.embedded import EmbeddedValkey
 from kvgate.store.errors import StoreUnavailable, store_errors
 from kvgate.store.recent_sizes import RecentSizes
 from kvgate.store.registry import NotDone, Registry
+from kvgate.store.reports import Reports
 
 if TYPE_CHECKING:
     import argparse
@@ -44,6 +45,7 @@ class Desk:
 
     registry: Registry
     sizes: RecentSizes
+    reports: Reports
     where: str
     canary: CanaryStore
 
@@ -72,7 +74,7 @@ def run_prepared(
         prepare: makes the work; raises BadSettings.
         makes_store: whether an embedded store that never was is made; only what fills it should.
     """
-    command = f"{options.command} {options.action}"
+    command = " ".join(filter(None, (options.command, getattr(options, "action", None))))
     try:
         settings = load(options.config, {"store": {"url": options.store}} if options.store else {})
         told = asyncio.run(_at_store(settings, prepare(settings), makes_store=makes_store))
@@ -124,8 +126,9 @@ async def _open(settings: Settings, *, makes_store: bool) -> AsyncIterator[Desk]
         stack.push_async_callback(client.aclose)
         await _check_answers(client, where)
         registry = Registry(client, timeout_s=ANSWER_TIMEOUT_S)
-        canary = CanaryStore(client, timeout_s=ANSWER_TIMEOUT_S)
-        yield Desk(registry, RecentSizes(client, timeout_s=ANSWER_TIMEOUT_S), where, canary)
+        sizes = RecentSizes(client, timeout_s=ANSWER_TIMEOUT_S)
+        reports = Reports(client, timeout_s=ANSWER_TIMEOUT_S)
+        yield Desk(registry, sizes, reports, where, CanaryStore(client, timeout_s=ANSWER_TIMEOUT_S))
 
 
 async def _check_answers(client: Any, where: str) -> None:

@@ -219,6 +219,7 @@ class LeasedLedger:
         for lease_id, _ in _due(self._ends_at_s, now_s):
             if lease_id in self._claimed:
                 self.ledger.drain(lease_id, now_s)
+                self.ledger.leases_expired += 1
                 self._lost.add(lease_id)
             else:
                 self.ledger.take_back(lease_id)

@@ -73,6 +73,7 @@ class LedgerView:
     waiting_by_tenant: tuple[tuple[str, int], ...]
     held_tokens_by_tenant: tuple[tuple[str, int], ...]
     drains_overdue: int
+    leases_expired: int = 0
 
 
 @dataclass(slots=True)
@@ -115,6 +116,7 @@ class Ledger:
     _drains: DrainWatch = field(default_factory=DrainWatch)
     _hold_s: float = 2.0
     _overdue: int = 0
+    leases_expired: int = 0
     _granted: int = 0
 
     def reserve(self, reservation: Reservation, now_s: float) -> Lease | Ticket | Denied:
@@ -330,6 +332,7 @@ class Ledger:
             waiting_by_tenant=tuple(sorted(waiting.items())),
             held_tokens_by_tenant=tuple(sorted(tokens.items())),
             drains_overdue=self._overdue,
+            leases_expired=self.leases_expired,
         )
 
     # -- what fits

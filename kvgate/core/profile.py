@@ -6,15 +6,11 @@ import hashlib
 import json
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from kvgate.core.pool import KvPool
 
 T_co = TypeVar("T_co", covariant=True)
-
-
-UNLIMITED: Final = -1
-"""The size of a RAM prompt cache without a limit, in MiB, as llama.cpp's own flag says it."""
 
 
 class Source(StrEnum):
@@ -60,8 +56,8 @@ class EngineProfile:
         instance: what tells this process from its successor (llama.cpp draws a new `media_marker` at each
             start), or None where the engine shows nothing of the kind.
         counts, slots_visible: which of the engine's optional endpoints answer.
-        cache_ram_mib: the size of the RAM prompt cache that all slots share, 0 where it is off, `UNLIMITED`.
-        cache_idle_slots: whether a slot's sequence is saved there when another begins.
+        prompt_cache_mib: size limit of the RAM prompt cache that all slots share; 0 is off, -1 without limit.
+        idle_slots_cached: whether idle slots are saved to it.
         context_shift: whether the engine drops the middle of a sequence that outgrows its slot, by itself.
     """
 
@@ -83,8 +79,8 @@ class EngineProfile:
     kv_type_k: Fact[str] | None = None
     kv_type_v: Fact[str] | None = None
     slots_visible: bool = True
-    cache_ram_mib: Fact[int] | None = None
-    cache_idle_slots: Fact[bool] | None = None
+    prompt_cache_mib: Fact[int] | None = None
+    idle_slots_cached: Fact[bool] | None = None
     context_shift: Fact[bool] | None = None
 
     @property
@@ -114,7 +110,7 @@ class EngineProfile:
             self.n_ctx_slot.value,
             self.total_slots.value,
             self.topology.value,
-            *(fact and fact.value for fact in (self.cache_ram_mib, self.cache_idle_slots, self.context_shift)),
+            *(fact and fact.value for fact in (self.prompt_cache_mib, self.idle_slots_cached, self.context_shift)),
         )
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
@@ -146,7 +142,16 @@ class KvSettings:
 
 @dataclass(frozen=True, slots=True)
 class StartupFacts:
-    """What an engine's startup log says; None where it is silent."""
+    """What an engine's startup log says; None where it is silent.
+
+    Args:
+        weights_mib, kv_mib: what model and KV cache take, in MiB; a draft model's are not in it.
+        prompt_cache_mib: size limit of the RAM prompt cache that all slots share; 0 is off, -1 without limit.
+        idle_slots_cached: whether idle slots are saved to it.
+        slots_chosen_by_engine: no `-np` was given.
+        context_shift: whether it drops the middle of a sequence that outgrows its slot; of the command line.
+        is_speculating: a draft model, or another way to guess tokens ahead, is in use.
+    """
 
     n_slots: int | None = None
     n_ctx_slot: int | None = None
@@ -154,8 +159,12 @@ class StartupFacts:
     pool_tokens: int | None = None
     kv_type_k: str | None = None
     kv_type_v: str | None = None
-    cache_ram_mib: int | None = None
-    cache_idle_slots: bool | None = None
+    weights_mib: float | None = None
+    kv_mib: float | None = None
+    prompt_cache_mib: int | None = None
+    idle_slots_cached: bool | None = None
+    slots_chosen_by_engine: bool = False
+    is_speculating: bool = False
     context_shift: bool | None = None
 
 

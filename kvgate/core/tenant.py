@@ -14,6 +14,14 @@ class OnOverflow(StrEnum):
     TRIM = "trim"
 
 
+class LoopGuard(StrEnum):
+    """What to do about an answer that repeats itself."""
+
+    OFF = "off"
+    OBSERVE = "observe"
+    STOP = "stop"
+
+
 class TrimStrategy(StrEnum):
     """In which order a conversation loses its parts."""
 
@@ -56,6 +64,7 @@ class Limits:
     trim_side: TrimSide = TrimSide.LEFT
     trim_room_tokens: int = 256
     trim_stride_tokens: int = 0
+    loop_guard: LoopGuard = LoopGuard.OBSERVE
 
 
 @dataclass(frozen=True, slots=True)

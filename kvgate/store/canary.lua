@@ -45,8 +45,7 @@ if what == 'report' then
   redis.call('LPUSH', reports_key, ARGV[2])
   redis.call('LTRIM', reports_key, 0, tonumber(ARGV[3]) - 1)
   if report.passed then return 0 end
-  local instance = report.instance ~= cjson.null and report.instance or ''
-  local gone = unpin(report.fingerprint, instance)
+  local gone = unpin(report.fingerprint, '')
   if gone > 0 then
     what = 'unpin'
     tell(report.fingerprint, 'kvgate canary', 'the suite failed', tonumber(ARGV[4]))

@@ -65,11 +65,14 @@ class CanaryStore:
     def __init__(self, client: StoreClient, *, prefix: str = PREFIX, timeout_s: float = 2.0) -> None:
         self._client: Any = client  # redis-py types every answer as "awaitable or not"
         self._keys = [f"{prefix}:canary:{name}" for name in ("pins", "widened", "reports", "events")]
+        self._claim_key = f"{prefix}:canary:running"
         self._timeout_s = timeout_s
         self._change = script_of(client, "canary.lua")
 
     async def report(self, report: SuiteReport) -> None:
-        """Put a run of the suite on record; one that failed takes away the pin of its engine process.
+        """Put a run of the suite on record; one that failed takes away every pin of its engine's fingerprint.
+
+        Two processes of one fingerprint compute alike: what fails on one is not to be trusted on the other.
 
         Raises:
             StoreUnavailable: the store failed; whether it was written is unknown.
@@ -109,6 +112,16 @@ class CanaryStore:
         """
         what = "narrow" if narrow else "widen"
         return int(await self._step(what, json.dumps(list(tenants)), by, str(EVENTS_MAX)))
+
+    async def claim(self, seconds: float) -> bool:
+        """Be the only one, of all gates, who runs the suite by schedule for so long.
+
+        Raises:
+            StoreUnavailable: the store failed.
+        """
+        with store_errors("claiming the run of the suite"):
+            async with asyncio.timeout(self._timeout_s):
+                return bool(await self._client.set(self._claim_key, "1", nx=True, px=int(seconds * 1000)))
 
     async def state(self) -> CanaryState:
         """What is in force.
@@ -156,7 +169,10 @@ class CanaryWatch:
     async def refresh(self) -> None:
         """Look once."""
         try:
-            self.state = await self._store.state()
+            before, self.state = self.state, await self._store.state()
+            if self.state != before:
+                pinned = sorted({pin.fingerprint for pin in self.state.pins})
+                _log.info("prefix reuse", extra={"pinned": pinned, "widened": sorted(self.state.widened)})
         except StoreUnavailable as problem:
             if self.state is not None:
                 _log.warning("store out, prefix reuse is off for everybody", extra={"problem": str(problem)})

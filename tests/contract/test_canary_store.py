@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -48,23 +49,27 @@ async def test_what_did_not_pass_or_has_no_instance_is_not_pinned(client: Any) -
     assert await store.state() == CanaryState()
 
 
-async def test_a_failed_suite_unpins_its_own_process_alone(client: Any) -> None:
-    """Another process with the same fingerprint was not what failed."""
+async def test_a_failed_suite_unpins_every_process_of_its_fingerprint(client: Any) -> None:
+    """They compute alike; another engine's pin stays."""
     store = CanaryStore(client)
     await store.pin(PASSED, by="ann")
     await store.pin(replace(PASSED, instance="<two>"), by="ann")
-    await store.report(replace(PASSED, passed=False, cases_failed=1))
-    assert [pin.instance for pin in (await store.state()).pins] == ["<two>"]
+    await store.pin(replace(PASSED, fingerprint="f2"), by="ann")
+    await store.report(replace(PASSED, instance=None, passed=False, cases_failed=1))
+    assert [pin.fingerprint for pin in (await store.state()).pins] == ["f2"]
     event = (await store.view()).events[0]
     assert (event.what, event.subject, event.why) == ("unpin", "f1", "the suite failed")
 
 
-async def test_a_failed_suite_of_an_engine_without_instance_unpins_all_of_its_kind(client: Any) -> None:
-    """Which of them it was nobody knows."""
+async def test_one_gate_claims_a_run_and_no_other_until_its_time_is_over(client: Any) -> None:
+    """Gates of one store share one schedule."""
     store = CanaryStore(client)
-    await store.pin(PASSED, by="ann")
-    await store.report(replace(PASSED, instance=None, passed=False, cases_failed=1))
-    assert (await store.state()).pins == ()
+    assert [await store.claim(60), await store.claim(60)] == [True, False]
+    await client.delete("{kvgate}:canary:running")
+    assert await store.claim(0.05)
+    async with asyncio.timeout(20):
+        await asyncio.sleep(0.1)
+        assert await store.claim(60)
 
 
 async def test_an_unpin_tells_how_many_and_why(client: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvgate.app.health import profile_warnings
-from kvgate.core.profile import UNLIMITED, Fact, Source
+from kvgate.core.profile import Fact, Source
 from tests.unit.doubles import profile
 
 
@@ -18,9 +18,9 @@ def log(value: Any) -> Fact[Any]:
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        ({"cache_ram_mib": log(8192)}, ["RAM prompt cache", "--cache-ram 0 --no-cache-idle-slots"]),
-        ({"cache_ram_mib": log(UNLIMITED)}, ["RAM prompt cache"]),
-        ({"cache_ram_mib": log(8192), "cache_idle_slots": log(True)}, ["idle slots are saved there"]),
+        ({"prompt_cache_mib": log(8192)}, ["RAM prompt cache", "--cache-ram 0 --no-cache-idle-slots"]),
+        ({"prompt_cache_mib": log(-1)}, ["RAM prompt cache"]),
+        ({"prompt_cache_mib": log(8192), "idle_slots_cached": log(True)}, ["idle slots are saved there"]),
         ({"context_shift": log(True)}, ["shifts its context", "without that flag"]),
     ],
 )
@@ -32,7 +32,7 @@ def test_each_cache_of_the_engines_own_is_warned_of_with_the_flag(told: dict[str
 
 @pytest.mark.parametrize(
     "told",
-    [{}, {"cache_ram_mib": log(0), "cache_idle_slots": log(False)}, {"context_shift": log(False)}],
+    [{}, {"prompt_cache_mib": log(0), "idle_slots_cached": log(False)}, {"context_shift": log(False)}],
 )
 def test_what_is_off_or_unknown_is_no_warning(told: dict[str, Any]) -> None:
     """A quiet log is no accusation."""

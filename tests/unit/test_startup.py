@@ -283,9 +283,11 @@ async def _until(condition: Callable[[], bool]) -> None:
         (["--no-context-shift", "--context-shift"], True),
     ],
 )
-async def test_a_childs_command_tells_whether_it_shifts(flags: list[str], said: bool | None) -> None:
+async def test_a_childs_command_tells_whether_it_shifts(tmp_path: Path, flags: list[str], said: bool | None) -> None:
     """No line of the log does."""
-    child = Child([sys.executable, "-c", f"print({started()!r})", *flags])
+    engine = tmp_path / "llama-server.py"
+    engine.write_text(f"print({started()!r})")
+    child = Child([sys.executable, str(engine), *flags])
     await child.start()
     await child.wait()
     await _until(lambda: child.read().starts > 0)

@@ -111,8 +111,8 @@ def profile_of(
         kv_type_k=Fact(facts.kv_type_k, Source.LOG) if facts and facts.kv_type_k else None,
         kv_type_v=Fact(facts.kv_type_v, Source.LOG) if facts and facts.kv_type_v else None,
         slots_visible=slots_visible,
-        cache_ram_mib=_told(facts.cache_ram_mib if facts else None),
-        cache_idle_slots=_told(facts.cache_idle_slots if facts else None),
+        prompt_cache_mib=_told(facts.prompt_cache_mib if facts else None),
+        idle_slots_cached=_told(facts.idle_slots_cached if facts else None),
         context_shift=_told(facts.context_shift if facts else None),
     )
 

@@ -255,6 +255,7 @@ local function sweep()
     local lease = record(key.leases, id)
     if lease.claimed then
       drain(id, lease, true)
+      add('expired', 1)
     else
       charge(lease, -1)
       give_back(id, lease)

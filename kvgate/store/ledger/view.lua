@@ -22,5 +22,6 @@ return answer({
   sequences = num('sequences'),
   waiting = num('waiting'),
   overdue = num('overdue'),
+  expired = num('expired'),
   closed = closed,
 })
