@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from kvgate.app.gate_suite import waiting_in
 from kvgate.app.guest import join
 from kvgate.cli.answers import refuse
 from kvgate.cli.canary_told import as_json, exit_status, junit, lines
@@ -173,7 +174,7 @@ async def _way(options: argparse.Namespace) -> AsyncIterator[_Way]:
         async def report(result: SuiteResult) -> None:
             await guest.canary.report(result.report(time.time()))
 
-        yield _Way(guest.engine, guest.ledger, guest.waiting, report)
+        yield _Way(guest.engine, guest.ledger, waiting_in(guest.ledger), report)
 
 
 async def _nobody() -> int:
