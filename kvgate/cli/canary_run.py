@@ -91,7 +91,7 @@ def add(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(options: argparse.Namespace, _: list[str]) -> int:
     """Run the suite and tell; the exit status."""
     try:
-        result, notes = asyncio.run(_run(options))
+        result, notes, recorded = asyncio.run(_run(options))
         if options.junit is not None:
             options.junit.write_text(junit(result))
     except (Refused, ValueError) as error:
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
     except OSError as error:
         return refuse("canary run", f"{error.filename} cannot be written: {error.strerror}", 2, as_json=options.json)
     if options.json:
-        print(as_json(result))
+        print(as_json(result, recorded=recorded))
     else:
         print("\n".join(lines(result)))
         for note in notes:
@@ -109,7 +109,8 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
     return exit_status(result)
 
 
-async def _run(options: argparse.Namespace) -> tuple[SuiteResult, list[str]]:
+async def _run(options: argparse.Namespace) -> tuple[SuiteResult, list[str], bool]:
+    """What was found, what to say beside it, and whether it is on record."""
     settings = SuiteSettings(options.time_max_s, options.depth_tokens, tuple(options.case))
     async with _way(options) as way:
         profile = await way.engine.discover()
@@ -136,9 +137,12 @@ async def _run(options: argparse.Namespace) -> tuple[SuiteResult, list[str]]:
             told.append("not on record, since no gate's store was named: give --config or --store to pin by it")
         elif options.case:
             told.append("not on record, since not every case was asked")
-        elif result.verdict is not Verdict.CANNOT_TELL:
+        elif result.verdict is Verdict.CANNOT_TELL:
+            told.append("not on record, since it says neither")
+        else:
             await way.report(result)
-        return result, told
+            return result, told, True
+        return result, told, False
 
 
 def _show(bar: ProgressBar, progress: Progress, settings: SuiteSettings) -> None:

@@ -88,6 +88,7 @@ class Case:
         steps: in order.
         control: the changed prompt; cold, it must make the last judged answer clearly less likely.
         as_chat: asked on the chat endpoint rather than as tokens.
+        at_once: with reuse, two steps are asked at a time, where the engine has two slots.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Case:
     steps: tuple[Step, ...]
     control: Prompt
     as_chat: bool = False
+    at_once: bool = False
 
     @property
     def judged(self) -> tuple[Step, ...]:
@@ -235,7 +237,7 @@ def _tools(writer: _Writer) -> Case:
         _step("first question", prompt(names, questions[0]), *names),
         _step("second question", prompt(names, questions[1]), *names, judged=True),
     )
-    looks_for = "another set of tools than the request's own (llama.cpp issue 12160)"
+    looks_for = "another set of tools than the request's own"
     return Case("tools", looks_for, steps, prompt(others, questions[1]))
 
 
@@ -282,8 +284,8 @@ def _interleaved(writer: _Writer) -> Case:
     second = [
         _step(f"conversation {at} goes on", prompt(own, 2), *own, judged=True) for at, own in enumerate(talks, 1)
     ]
-    looks_for = "the words of the conversation that had the slot before (ollama issue 16860)"
-    return Case("interleaved", looks_for, (*first, *second), prompt(writer.needles(2), 2))
+    looks_for = "the words of a conversation that has, or had, a slot beside it (llama.cpp issue 27148)"
+    return Case("interleaved", looks_for, (*first, *second), prompt(writer.needles(2), 2), at_once=True)
 
 
 def _neighbour(writer: _Writer) -> Case:
@@ -322,7 +324,7 @@ def _churn(writer: _Writer) -> Case:
         _step("it comes back", prompt(own, 2), *own, judged=True, reach_tokens=-1),
         _step("the same once more", prompt(own, 2), *own, judged=True),
     )
-    looks_for = "what slots keep of strangers that passed through them (llama.cpp issue 27148)"
+    looks_for = "what slots keep of strangers that passed through them (ollama issue 16860)"
     return Case("churn", looks_for, steps, prompt(others, 2))
 
 

@@ -1,4 +1,4 @@
-"""How the suite asks through a ledger: last, one at a time, and whatever it took is given back."""
+"""How the suite asks through a ledger: last, and whatever it took is given back."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_each_request_is_leased_and_says_what_reuse_it_wants(reuse: Reuse,
     found = await access(line, ledger).ask([1, 2, 3, 4, 5], [7], reuse)
     assert (found.logprobs, found.cached_tokens, found.computed_tokens) == ((-1.5,), 3, 2)
     (reservation,) = ledger.reservations
-    assert (reservation.tenant, reservation.quota.concurrency_max) == (SUITE_TENANT, 1)
+    assert (reservation.tenant, reservation.quota.concurrency_max) == (SUITE_TENANT, 2)
     assert (reservation.size.prompt_tokens, reservation.size.output_tokens) == (5, 1)
     assert [what for what, _ in ledger.told] == ["reserve", "hand_over", "answered", "settle ended"]
     assert json.loads(line.sent[0][3])["cache_prompt"] is said

@@ -123,6 +123,7 @@ class Desk:
                 "answer to compare with"
             )
         self._cold[asked.key] = found
+        self._left.append(asked.prompt + asked.answer[:-1])
         return found
 
     async def twice(self, asked: Asked) -> tuple[Scored, Scored]:
@@ -137,8 +138,10 @@ class Desk:
 
     async def reused(self, asked: Asked) -> tuple[Scored, int]:
         """Its answer with reuse, and the longest beginning that it could have reused."""
+        found = await self._ask(asked, Reuse.KEEP)
         common = max((common_tokens(asked.prompt, left) for left in self._left), default=0)
-        return await self._ask(asked, Reuse.KEEP), max(common, asked.own_from)
+        self._left.append(asked.prompt + asked.answer[:-1])
+        return found, max(common, asked.own_from)
 
     async def _ask(self, asked: Asked, reuse: Reuse) -> Scored:
         found = None
@@ -146,7 +149,6 @@ class Desk:
             found = await self._ask_chat(asked, reuse)
         if found is None:
             found = await self._engine.ask(asked.prompt, asked.answer, reuse)
-        self._left.append(asked.prompt + asked.answer[:-1])
         self._on_asked(found.computed_tokens)
         return replace(found, logprobs=tuple(found.logprobs[at] for at in asked.needles_at))
 
