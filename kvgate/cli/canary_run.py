@@ -19,10 +19,11 @@ from kvgate.cli.check import problem_of
 from kvgate.cli.progress import ProgressBar
 from kvgate.cli.store_access import add_options
 from kvgate.core.profile import KvSettings
-from kvgate.core.reuse_cases import DEPTH_TOKENS_MIN, NAMES
+from kvgate.core.reuse_case import DEPTH_TOKENS_MIN
+from kvgate.core.reuse_cases import NAMES
 from kvgate.core.reuse_suite import Verdict
 from kvgate.engines.llamacpp import LlamaCpp, LlamaCppSettings
-from kvgate.lab.reuse_suite import PLANNED, EngineAccess, SuiteSettings, run_suite
+from kvgate.lab.reuse_suite import PLANNED, EngineAccess, Notes, SuiteSettings, run_suite
 from kvgate.lab.reuse_suite.notes_file import NotesFile
 from kvgate.ports import Refused
 from kvgate.settings import BadSettings, load
@@ -117,7 +118,7 @@ async def _run(options: argparse.Namespace) -> tuple[SuiteResult, list[str], boo
         file = NotesFile(options.state, profile)
         if options.fresh:
             file.forget()
-        notes = file.read()
+        notes = Notes() if options.case else file.read()
         with ProgressBar("suite") as bar:
             if notes.cases:
                 bar.say(f"going on with an interrupted run, finished: {', '.join(notes.cases)} (--fresh begins anew)")
@@ -125,11 +126,13 @@ async def _run(options: argparse.Namespace) -> tuple[SuiteResult, list[str], boo
                 EngineAccess(way.engine, profile, way.ledger, way.waiting, time.monotonic),
                 settings,
                 notes=notes,
-                keep=file.keep,
+                keep=(lambda _: None) if options.case else file.keep,
                 on_progress=lambda progress: _show(bar, progress, settings),
             )
         told = []
-        if not result.why:
+        if options.case:
+            pass
+        elif not result.why:
             file.forget()
         elif file.keeps and notes.cases:
             told.append(f"what is finished is in {options.state}; the next run goes on from there")

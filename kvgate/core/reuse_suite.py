@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvgate.core.profile import EngineProfile
-    from kvgate.core.reuse_cases import Case, Step
+    from kvgate.core.reuse_case import Case, Step
 
 SUITE_VERSION: Final = 1
 """Of the cases and of this judgement together: a pin says by which it was earned."""

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgate.core.reuse import Reuse
-from kvgate.core.reuse_cases import DEEP_TOKENS, NAMES, NEEDLES, Case, Prompt, Scale, Step, cases
+from kvgate.core.reuse_case import DEEP_TOKENS, Case, Prompt, Scale, Step
+from kvgate.core.reuse_cases import NAMES, NEEDLES, cases
 from kvgate.core.reuse_suite import (
     FLOOR_NATS,
     MARGIN,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvgate.core.profile import EngineProfile
-    from kvgate.core.reuse_cases import Message
+    from kvgate.core.reuse_case import Message
 
 STEP = Step("a step", Prompt(text="x"), (" lemon",), judged=True, needles_at=(0,))
 CASE = Case("a case", "nothing", (STEP,), Prompt(text="y"))
@@ -175,6 +176,8 @@ class Wordy:
     n_ctx: int = 600
     room_tokens: int = 600
     chats: bool = True
+    knows_system: bool = True
+    knows_tools: bool = False
     obeys: bool = True
     gone_after: int = 10**9
     stolen: int = 0
@@ -190,7 +193,10 @@ class Wordy:
         return tuple(self.ids.setdefault(word, len(self.ids)) for word in re.findall(r"\w+|[^\w\s]", text))
 
     async def rendered(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
-        return " ".join(f"< {message.role} > {message.content}" for message in messages) + " < assistant >"
+        if not self.knows_system and any(message.role == "system" for message in messages):
+            raise Unasked("System role not supported")
+        listed = " ".join(tool["function"]["description"] for tool in tools) if self.knows_tools else ""
+        return listed + " ".join(f"< {message.role} > {message.content}" for message in messages) + " < assistant >"
 
     async def ask(self, prompt: Sequence[int], answer: Sequence[int], reuse: Reuse) -> Scored:
         return self._scored("text", tuple(prompt), answer, reuse)
@@ -237,6 +243,15 @@ async def test_where_chat_cannot_be_forced_tokens_are_asked() -> None:
     assert {way for way, _ in engine.asked} == {"text"}
 
 
+@pytest.mark.parametrize("knows_system", [True, False])
+@pytest.mark.parametrize("knows_tools", [True, False])
+async def test_templates_without_system_messages_or_tools_do_too(*, knows_system: bool, knows_tools: bool) -> None:
+    engine = Wordy(knows_system=knows_system, knows_tools=knows_tools)
+    found = await run_suite(engine, clock=ManualClock())
+    assert found.verdict is Verdict.PASSED, found
+    assert ("chat", Reuse.KEEP) in engine.asked
+
+
 async def test_an_engine_that_reuses_unasked_cannot_be_judged() -> None:
     found = await run_suite(Wordy(obeys=False), clock=ManualClock())
     assert found.verdict is Verdict.CANNOT_TELL
@@ -272,6 +287,9 @@ async def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert second.verdict is Verdict.PASSED
     assert not seen & set(done)
     assert [case.name for case in second.cases] == list(NAMES)
+    notes.cases["deep"] = CaseResult("deep", Outcome.NO_REUSE)
+    file.keep(notes)
+    assert "deep" not in file.read().cases  # it may be seen the next time
     assert NotesFile(tmp_path / "notes.json", profile(instance="<another>")).read() == Notes()
     assert NotesFile(tmp_path / "notes.json", profile(build="b2")).read() == Notes()
     file.forget()

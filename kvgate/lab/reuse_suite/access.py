@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from kvgate.core.profile import EngineProfile
     from kvgate.core.reuse import Reuse
-    from kvgate.core.reuse_cases import Message
+    from kvgate.core.reuse_case import Message
     from kvgate.engines.llamacpp import LlamaCpp
     from kvgate.ports import Clock, LedgerPort
 

@@ -8,15 +8,8 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from kvgate.core.reuse_cases import (
-    CONTEXT_TOKENS_MIN,
-    DEPTH_TOKENS_MAX,
-    DEPTH_TOKENS_MIN,
-    NAMES,
-    Scale,
-    cases,
-    sample,
-)
+from kvgate.core.reuse_case import CONTEXT_TOKENS_MIN, DEPTH_TOKENS_MAX, DEPTH_TOKENS_MIN, Scale
+from kvgate.core.reuse_cases import NAMES, cases, sample
 from kvgate.core.reuse_suite import (
     CaseResult,
     Outcome,
@@ -33,7 +26,7 @@ from kvgate.lab.reuse_suite.asking import Asked, Desk, Stopped, Unasked
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvgate.core.reuse_cases import Case, Step
+    from kvgate.core.reuse_case import Case, Step
     from kvgate.lab.reuse_suite.asking import SuiteEngine
     from kvgate.ports import Clock
 
