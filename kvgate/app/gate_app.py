@@ -173,6 +173,7 @@ class App:
             await self._child.start()
             stack.push_async_callback(self._child.stop)
         await self._first_look(health.ledger)
+        await health.reuse.look()  # whom this engine serves is known before the first request
         jobs = [
             health.tenants.watch(),
             health.tenants_file.watch(),

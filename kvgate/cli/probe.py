@@ -27,8 +27,8 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         help="fill the slots of an idle engine and see how answers end",
         description="The context admission test: a prompt that leaves 256 tokens of a slot (a quarter of a small "
         "one), asking twice as many, in one slot and in all at once, on the engine, through the gate, or both. For "
-        "idle engines: a busy one is refused. Exit 0 where every answer ends as it should, 1 where one does not, 2 where "
-        "it cannot be told.",
+        "idle engines: a busy one is refused. Exit 0 where every answer ends as it should, 1 where one does not, 2 "
+        "where it cannot be told.",
         allow_abbrev=False,
     )
     parser.add_argument("--upstream", metavar="URL", help="the engine, http://host:port")
