@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export KVGATE_CACHE ?= $(CURDIR)/.cache
 
 .DEFAULT_GOAL := help
-.PHONY: help run demo test check lint unit e2e bench docs clean
+.PHONY: help run demo watch test check lint unit e2e bench docs clean
 
 help:  ## Print this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ run: $(VENV)/run.stamp  ## Start a gate: in front of UPSTREAM=http://host:port, 
 
 demo: $(VENV)/run.stamp  ## In a minute, side by side: what a bare engine does to three tenants, and what kvgate does
 	@$(BIN)/python -m kvgate.cli.demo
+
+watch: $(VENV)/run.stamp  ## Start a Prometheus beside a gate that runs here (ADMIN_LISTEN=host:port), with kvgate's alerts
+	@$(BIN)/python -m deploy.watch $(if $(ADMIN_LISTEN),--admin $(ADMIN_LISTEN)) $(if $(WATCH_LISTEN),--listen $(WATCH_LISTEN))
 
 test: check  ## Run everything that CI runs
 

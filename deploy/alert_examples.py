@@ -74,9 +74,28 @@ EXAMPLES: Final[dict[str, Example]] = {
         value="95%",
     ),
     "KvgateOverflowsRejected": Example(
-        {_requests(reason="prompt_overflow"): "0x8 1x6"},
+        {_requests(reason="prompt_overflow"): "_x8 1x6"},  # the first one ever, of which there was no 0 before
         {_requests(reason="prompt_overflow"): "7x14", _requests(reason="queue_full"): "0+1x14"},
         {"job": "kvgate", "tenant": "acme", "reason": "prompt_overflow"},
+    ),
+    "KvgateEndedByContext": Example(
+        {
+            _series("kvgate_ended_by_context_total", tenant="acme", bound="slot"): "0+1x30",
+            _requests(verdict="clamp", reason="", status="200"): "0+10x30",
+        },
+        {
+            _series("kvgate_ended_by_context_total", tenant="acme", bound="slot"): "0+1x30",
+            _requests(verdict="admit", reason="", status="200"): "0+100x30",
+        },
+        {"job": "kvgate", "tenant": "acme"},
+        at="20m",
+        quiet_at="20m",
+        value="10%",
+    ),
+    "KvgateAnswersLoop": Example(
+        {_series("kvgate_loops_total", tenant="acme", sign="text", action="observed"): "0x8 4x6"},
+        {_series("kvgate_loops_total", tenant="acme", sign="text", action="observed"): "0x8 1x6"},
+        {"job": "kvgate", "tenant": "acme"},
     ),
     "KvgateQueueDeadlinesMissed": Example(
         {_requests(reason="queue_timeout"): "0x5 1 2 3x8"},

@@ -57,6 +57,7 @@ def grew(counter: str, window: str) -> str:
 
 
 _GATE = "job, instance"
+_OVERFLOWS = 'kvgate_requests_total{reason=~"prompt_overflow|generation_overflow|untrimmable"}'
 
 RECORDINGS: Final = (
     Recording(
@@ -70,6 +71,11 @@ RECORDINGS: Final = (
         "kvgate:tenant_refused:ratio5m",
         'sum by (job, tenant) (rate(kvgate_requests_total{verdict="reject"}[5m]))'
         " / (sum by (job, tenant) (rate(kvgate_requests_total[5m])) > 0)",
+    ),
+    Recording(
+        "kvgate:tenant_ended_by_context:ratio15m",
+        "sum by (job, tenant) (rate(kvgate_ended_by_context_total[15m]))"
+        ' / (sum by (job, tenant) (rate(kvgate_requests_total{status="200"}[15m])) > 0)',
     ),
     Recording("kvgate:tokens:rate5m", "sum by (job, tenant, kind) (rate(kvgate_tokens_total[5m]))"),
     Recording(
@@ -121,11 +127,24 @@ ALERTS: Final = (
     ),
     Alert(
         "KvgateOverflowsRejected",
-        'sum by (job, tenant, reason) (increase(kvgate_requests_total{reason=~"prompt_overflow|generation_overflow'
-        '|untrimmable"}[5m])) > 0',
+        f"sum by (job, tenant, reason) ({grew(_OVERFLOWS, '5m')})",
         "0m",
         "info",
         "Requests of the tenant {{ $labels.tenant }} do not fit its context and are refused: {{ $labels.reason }}.",
+    ),
+    Alert(
+        "KvgateEndedByContext",
+        "kvgate:tenant_ended_by_context:ratio15m > 0.05",
+        "10m",
+        "warning",
+        "{{ $value | humanizePercentage }} of the answers to {{ $labels.tenant }} are cut short by the context.",
+    ),
+    Alert(
+        "KvgateAnswersLoop",
+        "sum by (job, tenant) (increase(kvgate_loops_total[15m])) > 2",
+        "0m",
+        "info",
+        "Answers to the tenant {{ $labels.tenant }} repeat themselves over and over.",
     ),
     Alert(
         "KvgateQueueDeadlinesMissed",

@@ -245,6 +245,25 @@ TENANT: Final = Dashboard(
             "reqps",
         ),
         Panel(
+            "Share of answers cut short by the context",
+            ((f"kvgate:tenant_ended_by_context:ratio15m{{{_TENANT}}}", "{{tenant}}"),),
+            "percentunit",
+            explains="By the slot, the tenant's window or the pool, not by the client's own limit.",
+            max_value=1,
+            red_from=0.05,
+        ),
+        Panel(
+            "Answers that repeat themselves",
+            (
+                (
+                    f"sum by (tenant, sign, action) (rate(kvgate_loops_total{{{_TENANT}}}[5m]))",
+                    "{{tenant}} {{sign}} {{action}}",
+                ),
+            ),
+            "reqps",
+            explains="docs/loops.md.",
+        ),
+        Panel(
             "Trims",
             ((f"sum by (tenant, how) (rate(kvgate_trims_total{{{_TENANT}}}[5m]))", "{{tenant}} {{how}}"),),
             "reqps",

@@ -28,6 +28,13 @@ def generated() -> dict[Path, str]:
         prometheus / "kvgate.rules.yml": _yaml("deploy/alerts.py", rules()),
         prometheus / "kvgate.test.yml": _yaml("deploy/alert_examples.py", tests()),
     }
+    resource = {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "kvgate", "labels": {"app.kubernetes.io/name": "kvgate"}},
+        "spec": rules(),
+    }
+    found[HERE / "kubernetes" / "prometheusrule.yml"] = _yaml("deploy/alerts.py", resource)
     for name, dashboard in DASHBOARDS.items():
         found[HERE / "grafana" / f"{name}.json"] = json.dumps(dashboard.json(), indent=1) + "\n"
     return found

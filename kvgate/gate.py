@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvgate.core.admission import Reject, decide
+from kvgate.core.ask import Usage
 from kvgate.core.counting import bound_suffices
 from kvgate.core.ledger import Denied, Reservation
 from kvgate.core.reason import Reason, refusal
@@ -196,8 +197,8 @@ class Gate:
         finally:
             if held.line is not None:
                 held.line.release()
-            ended, used_tokens = held.receipt.ended, held.used_tokens()
-            await asyncio.shield(self._ledger.settle(held.lease_id, ended=ended, used_tokens=used_tokens))
+            ended, used = held.receipt.ended, held.used()
+            await asyncio.shield(self._ledger.settle(held.lease_id, ended=ended, used=used))
 
     @asynccontextmanager
     async def _judged(self, call: Call, request: ReadRequest) -> AsyncIterator[Admitted | Rejected | None]:
@@ -214,7 +215,7 @@ class Gate:
             if isinstance(verdict, Reject):
                 return Rejected(verdict.refusal, verdict, request, counted, asked)
             await self._check_reuse(call.dialect.name, counted, pool)
-            reservation = Reservation(held.lease_id, tenant.name, tenant.quota, verdict.size)
+            reservation = Reservation(held.lease_id, tenant.name, tenant.quota, verdict.size, tenant.share)
             lease = await self._ledger.reserve(reservation, pool)
             if isinstance(lease, Denied):
                 return _denied(lease, tenant, verdict, request, counted, asked=asked)
@@ -235,8 +236,8 @@ class Gate:
             line=held.line,
             lease=lease,
             reuse=reuse,
+            start=lambda: self._ledger.hand_over(held.lease_id, lambda: held.receipt.events),
             cold=self._is_cold(call, came, held.line.profile, reuse),
-            start=lambda: self._ledger.hand_over(held.lease_id),
             answered=lambda: self._ledger.answered(held.lease_id),
             receipt=held.receipt,
             explain=engine.explain,
@@ -335,17 +336,18 @@ class _Held:
     receipt: Receipt = field(default_factory=Receipt)
     prompts: tuple[int, ...] = ()
 
-    def used_tokens(self) -> int | None:
+    def used(self) -> Usage | None:
         """What the request took: what the answer told, or the output that passed before it was cut.
 
         None where neither is known, as of a whole answer that nobody waited for: what was reserved stays charged.
         """
         told = self.receipt.told
         if told is None and self.receipt.events:
-            return sum(self.prompts) + self.receipt.events
+            return Usage(sum(self.prompts), self.receipt.events)
         if told is None or told.untold:
             return None
-        return told.usage.prompt_tokens + sum(self.prompts[told.prompts :]) + told.usage.output_tokens
+        untold_prompts = sum(self.prompts[told.prompts :])
+        return replace(told.usage, prompt_tokens=told.usage.prompt_tokens + untold_prompts)
 
 
 def _check_model(model: str | None, tenant: Tenant) -> None:

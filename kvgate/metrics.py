@@ -10,19 +10,26 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvgate.core.ask import Usage
 from kvgate.core.engine_state import Change, EngineState
+from kvgate.core.fair_figures import fair_figures
+from kvgate.core.fairness import MILLI, FairRule
 from kvgate.core.profile import Source
 from kvgate.core.reason import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from kvgate.core.fairness import FairView
     from kvgate.core.foreign import ForeignWatch
-    from kvgate.core.ledger import LedgerView
+    from kvgate.core.ledger import Freed, LedgerView
+    from kvgate.core.pool import KvPool
     from kvgate.core.profile import EngineProfile
     from kvgate.ports import RequestRecord
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+MIB: Final = 1024 * 1024
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -44,7 +51,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._states: list[_State | _Life] = []
+        self._states: list[_State | _Life | _Fairness] = []
         self._counted: list[Described] = []
         self.overflows = 0
         """Engine overflows since start; readiness warns of them."""
@@ -109,6 +116,25 @@ class Metrics:
         for change in Change:
             self._engine_changes.labels(change.label)
         self._changed_at_s = 0.0
+        self._service = self._counter(
+            "kvgate_service",
+            "Service: tokens at their prices ([fairness]), by what they were: input, cached input, output.",
+            ("tenant", "kind"),
+        )
+        self._token_seconds = self._counter(
+            "kvgate_kv_token_seconds",
+            "The KV bill: cells times the seconds they were held, counted when they are given back. Summed over the "
+            "gates it is the whole.",
+            ("tenant",),
+        )
+        self._mib_seconds = self._counter(
+            "kvgate_kv_mib_seconds",
+            "The same in MiB of KV cache; only where the engine's log tells how large a token is (-lv 4).",
+            ("tenant",),
+        )
+        self.rule = FairRule()
+        """What a token costs."""
+        self.kv_bytes_per_token: Callable[[], float | None] = lambda: None
 
     def _counter(self, name: str, meaning: str, labels: tuple[str, ...]) -> Counter:
         self._counted.append(Described(f"{name}_total", "counter", labels, meaning))
@@ -146,6 +172,21 @@ class Metrics:
             self._tokens.labels(record.tenant, "prompt").inc(usage.prompt_tokens)
             self._tokens.labels(record.tenant, "output").inc(usage.output_tokens)
             self._tokens.labels(record.tenant, "cached").inc(usage.cached_tokens)
+            cached = min(usage.cached_tokens, usage.prompt_tokens)
+            parts = {
+                "input": Usage(usage.prompt_tokens - cached, 0),
+                "cached": Usage(cached, 0, cached),
+                "output": Usage(0, usage.output_tokens),
+            }
+            for kind, part in parts.items():
+                self._service.labels(record.tenant, kind).inc(self.rule.service_milli(part) / MILLI)
+
+    def freed(self, freed: Freed) -> None:
+        """Bill what somebody held."""
+        token_s = freed.cells * freed.held_s
+        self._token_seconds.labels(freed.tenant).inc(token_s)
+        if (size := self.kv_bytes_per_token()) is not None:
+            self._mib_seconds.labels(freed.tenant).inc(token_s * size / MIB)
 
     def engine_changed(self, what: Change, at_s: float) -> None:
         """The engine is another one than before, since `at_s` of Unix time."""
@@ -172,6 +213,12 @@ class Metrics:
         life = _Life(state, foreign, lambda: self._changed_at_s)
         self._states.append(life)
         self.registry.register(life)
+
+    def watch_fairness(self, fair: Callable[[], FairView | None], pool: Callable[[], KvPool | None]) -> None:
+        """Read these at each scrape."""
+        figures = _Fairness(fair, pool, lambda: self.rule)
+        self._states.append(figures)
+        self.registry.register(figures)
 
     def described(self) -> Iterator[Described]:
         """Every metric as it is scraped; gauges only while there is an engine to watch."""
@@ -316,6 +363,33 @@ class _Life:
         )
         sightings.add_metric((), foreign.sightings)
         yield sightings
+
+
+class _Fairness:
+    """The figures of `core.fair_figures`."""
+
+    def __init__(
+        self,
+        fair: Callable[[], FairView | None],
+        pool: Callable[[], KvPool | None],
+        rule: Callable[[], FairRule],
+    ) -> None:
+        self._fair, self._pool, self._rule = fair, pool, rule
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing is collected while registering."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """All of them, now."""
+        view, pool = self._fair(), self._pool()
+        if view is None or pool is None:
+            return
+        for figure in fair_figures(view, self._rule(), pool):
+            gauge = GaugeMetricFamily(figure.name, figure.meaning, labels=(figure.label,) if figure.label else ())
+            for word, value in figure.values:
+                gauge.add_metric((word,) if figure.label else (), value)
+            yield gauge
 
 
 def _engine(profile: EngineProfile) -> Iterator[Metric]:

@@ -12,7 +12,7 @@ from kvgate.core.trim_policy import UNSAID, TrimAsk
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvgate.core.ask import Ask, Usage
     from kvgate.core.json_object import Edit, JsonObject
@@ -345,19 +345,24 @@ class ReuseRule(Protocol):
         """What a request has on the engine of this very connection; `asked` is whether it asks for reuse."""
 
 
+def nothing_yet() -> int:
+    """No output has come."""
+    return 0
+
+
 class LedgerPort(Protocol):
     """Who holds what, for all requests of one engine (the rule itself is `core.ledger`)."""
 
     async def reserve(self, reservation: Reservation, pool: KvPool) -> Lease | Denied:
         """Wait for room, at most the tenant's `queue_timeout_s`; cancelling it leaves nothing behind."""
 
-    def hand_over(self, lease_id: str) -> None:
-        """The request's bytes go to the engine now."""
+    def hand_over(self, lease_id: str, streamed: Callable[[], int] = nothing_yet) -> None:
+        """The request's bytes go to the engine now; `streamed` is asked how much output has come."""
 
     def answered(self, lease_id: str) -> None:
         """The engine has begun to answer."""
 
-    async def settle(self, lease_id: str, *, ended: bool, used_tokens: int | None = None) -> None:
+    async def settle(self, lease_id: str, *, ended: bool, used: Usage | None = None) -> None:
         """Give back what the id holds, if anything; see `core.ledger.Ledger.settle`."""
 
 

@@ -112,6 +112,7 @@ async def _stream(admitted: Admitted, guard: _Guard, headers: Mapping[str, str],
     reason = Reason.ENGINE_FAILED
     try:
         while data := await admitted.line.read():
+            admitted.receipt.events = tap.events
             events = splitter.feed(data)
             if out := b"".join([shown(tap.take(event)) for event in events]):
                 if not begun:

@@ -19,7 +19,22 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from kvgate.core.tenant import Limits, LoopGuard, OnOverflow, Quota, ReusePolicy, Tenant, TrimSide, TrimStrategy
+from kvgate.core.fairness import MILLI, FairRule
+from kvgate.core.guarantee import over_guaranteed
+from kvgate.core.tenant import (
+    WEIGHT_MAX,
+    WEIGHT_MIN,
+    Limits,
+    LoopGuard,
+    OnOverflow,
+    Quota,
+    ReusePolicy,
+    Share,
+    Tenant,
+    Tier,
+    TrimSide,
+    TrimStrategy,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -75,6 +90,12 @@ class EngineSettings(_Section):
         description="File with the engine's vocabulary, a tokenizer.json; none takes the model's GGUF file where it "
         "can be read here.",
     )
+    prefill_tokens_max: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens of prompts that may be read at once: granted, and no output yet. A larger prompt goes "
+        "alone. None sets no bound (docs/fairness.md).",
+    )
     dedicated_to: tuple[str, ...] = Field(
         (),
         description="Names of the only tenants that this engine serves; empty serves every tenant, none of them with "
@@ -89,6 +110,40 @@ class EngineSettings(_Section):
         description="Seconds of silence in mid-answer after which the engine counts as stalled; comments count as "
         "life. Before an answer begins only an engine that does not answer /health either is given up.",
     )
+
+
+class FairnessSettings(_Section):
+    """What a token costs, and how strictly the order among tenants is kept."""
+
+    input_price: float = Field(1.0, ge=0, le=1000, description="Service of one prompt token.")
+    cached_input_price: float = Field(
+        0.25, ge=0, le=1000, description="Service of one prompt token whose KV was reused."
+    )
+    output_price: float = Field(2.0, ge=0, le=1000, description="Service of one generated token.")
+    bypass_max: int = Field(
+        4,
+        ge=0,
+        le=1000,
+        description="How often the first in line may be passed by others because it does not fit; then nobody else "
+        "goes in until it does. 0 keeps a strict order.",
+    )
+    lent_output_tokens_max: int = Field(
+        512,
+        ge=0,
+        description="Tokens. A guaranteed share that is idle is lent to requests of at most this output; 0 lends "
+        "nothing.",
+    )
+
+    def rule(self, prefill_tokens_max: int | None) -> FairRule:
+        """What the ledger goes by."""
+        return FairRule(
+            input_price_milli=round(self.input_price * MILLI),
+            cached_input_price_milli=round(self.cached_input_price * MILLI),
+            output_price_milli=round(self.output_price * MILLI),
+            bypass_max=self.bypass_max,
+            prefill_tokens_max=prefill_tokens_max,
+            lent_output_tokens_max=self.lent_output_tokens_max,
+        )
 
 
 class StoreSettings(_Section):
@@ -186,6 +241,7 @@ class Settings(BaseSettings):
     http: HttpSettings = Field(HttpSettings(), description="The tenants' side.")
     canary: CanarySettings = Field(CanarySettings(), description="Prefix reuse.")
     report: ReportSettings = Field(ReportSettings(), description="What is kept of each request.")
+    fairness: FairnessSettings = Field(FairnessSettings(), description="Prices and the order among tenants.")
 
     @model_validator(mode="after")
     def _two_listeners(self) -> Self:
@@ -269,11 +325,35 @@ class TenantSection(_Section):
         description="Quota. Tokens in any 60 seconds: prompt and output limit, then what was used. A larger request "
         "goes alone.",
     )
+    weight: float = Field(
+        1.0,
+        ge=WEIGHT_MIN,
+        le=WEIGHT_MAX,
+        description="Share. Two tenants that both wait get service in the ratio of their weights.",
+    )
+    tier: Tier = Field(
+        Tier.ELASTIC,
+        description="Share. `guaranteed` has guaranteed_ratio of the pool for itself, `elastic` what is free, `spot` "
+        "only what nobody else waits for.",
+    )
+    guaranteed_ratio: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share. Part of the pool, cells and slots, that is there for this tenant whenever it comes; all "
+        "tenants' together at most 1.",
+    )
 
     reuse: Literal["off", "canary"] = Field(
         "off",
         description="Whether the tenant is on the allowlist for prefix reuse: `off` or `canary` (docs/reuse.md).",
     )
+
+    @model_validator(mode="after")
+    def _ratio_and_tier(self) -> Self:
+        if (self.tier is Tier.GUARANTEED) != (self.guaranteed_ratio > 0):
+            raise ValueError('tier = "guaranteed" and a guaranteed_ratio above 0 go together; set both or neither')
+        return self
 
     def tenant(self, name: str) -> Tenant:
         """The tenant that this section declares."""
@@ -300,6 +380,7 @@ class TenantSection(_Section):
                 tokens_per_minute=self.tokens_per_minute,
             ),
             models=None if self.models is None else frozenset(self.models),
+            share=Share(self.weight, self.tier, self.guaranteed_ratio),
             reuse=ReusePolicy(self.reuse),
         )
 
@@ -390,7 +471,7 @@ def load_tenants(path: Path) -> dict[str, tuple[Tenant, tuple[str, ...] | None]]
     """The tenants that a file declares, each with the SHA-256 of its keys, or None where it leaves them to others.
 
     Raises:
-        BadSettings: as `load`, or one key is declared for two tenants.
+        BadSettings: as `load`, or one key is declared for two tenants, or more than the pool is guaranteed.
     """
     try:
         file = TenantsFile.model_validate(_toml(path))
@@ -401,6 +482,8 @@ def load_tenants(path: Path) -> dict[str, tuple[Tenant, tuple[str, ...] | None]]
         for digest in section.keys_sha256 or ():
             if owners.setdefault(digest, name) != name:
                 raise BadSettings(f"{path}: tenants {owners[digest]!r} and {name!r} declare the same key")
+    if (over := over_guaranteed({name: one.guaranteed_ratio for name, one in file.tenant.items()})) is not None:
+        raise BadSettings(f"{path}: {over}")
     return {name: (section.tenant(name), section.keys_sha256) for name, section in file.tenant.items()}
 
 

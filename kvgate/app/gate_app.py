@@ -23,6 +23,7 @@ from kvgate.app.health import Health
 from kvgate.app.reuse_keeper import ReuseKeeper
 from kvgate.app.tenants_file import STORE_TIMEOUT_S, NotApplied, TenantsFile
 from kvgate.core.engine_state import EngineState
+from kvgate.core.guarantee import guaranteed
 from kvgate.core.profile import KvSettings, Topology
 from kvgate.core.reason import Reason
 from kvgate.core.warmth import Warmth
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvgate.app")
 
 CUT_S = 0.5
+GUARANTEES_POLL_S = 0.5
 FIRST_LOOK_S = 300.0
 """How long a child engine may take to load its model before the gate gives up on it."""
 
@@ -172,6 +174,7 @@ class App:
         if self._child is not None:
             await self._child.start()
             stack.push_async_callback(self._child.stop)
+        await health.ledger.guarantee(guaranteed(health.tenants.all()))
         await self._first_look(health.ledger)
         await health.reuse.look()  # whom this engine serves is known before the first request
         jobs = [
@@ -179,6 +182,7 @@ class App:
             health.tenants_file.watch(),
             self._watch_engine(health.ledger),
             health.slots.run(),
+            self._watch_guarantees(health),
         ]
         if self._child is not None:
             jobs.append(self._watch_child(self._child))
@@ -194,6 +198,8 @@ class App:
         self._metrics.watch(
             lambda: self._engine.profile, health.ledger.view, ready, connections, store_out, context_tokens_min=least
         )
+        self._metrics.kv_bytes_per_token = lambda: getattr(self._engine.profile, "kv_bytes_per_token", None)
+        self._metrics.watch_fairness(health.ledger.fair, lambda: getattr(health.ledger.view(), "pool", None))
         self._metrics.watch_life(lambda: self._life.life.state, lambda: health.slots.foreign)
         told = admin_app(
             self._metrics,
@@ -285,6 +291,12 @@ class App:
             await ledger.resize(self._engine.pool(profile))
         return True
 
+    async def _watch_guarantees(self, health: Health) -> None:
+        """Have the ledger hold back what tenants are guaranteed, as the store has it."""
+        while True:
+            await health.ledger.guarantee(guaranteed(health.tenants.all()))
+            await asyncio.sleep(GUARANTEES_POLL_S)
+
     async def _watch_child(self, child: Child) -> None:
         status = await child.wait()
         if not self._stopping.is_set():
@@ -330,6 +342,7 @@ class App:
             raise CannotStart(f"the store did not answer within {STORE_TIMEOUT_S:g} s") from None
         except (StoreUnavailable, ValueError) as error:
             raise CannotStart(f"the store is not to be had: {error}") from None
+        self._metrics.rule = self._settings.fairness.rule(self._settings.engine.prefill_tokens_max)
         ledger = SharedLedger(
             client,
             engine_id(str(self._settings.engine.url)),
@@ -339,7 +352,9 @@ class App:
                 drain_max_s=self._settings.engine.drain_max_s,
                 local=given.on_outage == "local",
                 reserve_slots=given.outage_reserve_slots,
+                rule=self._metrics.rule,
             ),
+            self._metrics.freed,
         )
         stack.push_async_callback(ledger.leave)
         await self._run_beside(stack, [ledger.run()])

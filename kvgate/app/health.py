@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvgate.core.fairness import MILLI
 from kvgate.core.profile import Source
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from kvgate.app.engine_watch import LifeWatch, SlotsWatch
     from kvgate.app.reuse_keeper import ReuseKeeper
     from kvgate.app.tenants_file import TenantsFile
+    from kvgate.core.fairness import FairRule, FairView
+    from kvgate.core.ledger import LedgerView
     from kvgate.core.profile import EngineProfile
     from kvgate.engines.llamacpp import LlamaCpp
     from kvgate.metrics import Metrics
@@ -95,7 +98,7 @@ class Health:
 
     def status(self) -> dict[str, Any]:
         """Everything, as JSON values."""
-        profile = self.engine.profile
+        profile, fair = self.engine.profile, self.ledger.fair()
         engine = profile and {"profile": profile, "fingerprint": profile.fingerprint, "kv_type": profile.kv_type}
         return {
             "engine": engine,
@@ -103,6 +106,7 @@ class Health:
             "counting": self.engine.proofs(),
             "reuse": self.reuse.told(),
             "ledger": self.ledger.view(),
+            "fairness": None if fair is None else told_fairness(fair, self.metrics.rule, self.ledger.view()),
             "pid": os.getpid(),
             "in_flight": self.front.in_flight,
             "upstream_connections": self.engine.upstream.open_connections,
@@ -110,6 +114,36 @@ class Health:
             "problems": self.problems(),
             "warnings": self.warnings(),
         }
+
+
+def told_fairness(fair: FairView, rule: FairRule, ledger: LedgerView | None) -> dict[str, Any]:
+    """How fair it is, as JSON values; service in tokens at their prices."""
+    bound = None if ledger is None else rule.gap_bound_milli(ledger.pool, fair.least_weight_milli) / MILLI
+    return {
+        "tenants": {
+            one.name: {
+                "weight": one.weight_milli / MILLI,
+                "service_recent": one.service_milli / MILLI,
+                "service_share": round(fair.service_share(one), 4),
+                "weight_share": round(fair.weight_share(one), 4),
+                "counter": one.counter_milli / MILLI,
+                "filled_tokens": one.filled_tokens,
+                "waiting": one.waiting,
+                "oldest_s": None if one.oldest_since_s is None else round(max(fair.now_s - one.oldest_since_s, 0), 3),
+            }
+            for one in fair.tenants
+        },
+        "jain": fair.jain,
+        "gap": fair.gap_milli / MILLI,
+        "gap_max": fair.gap_max_milli / MILLI,
+        "gap_bound": bound,
+        "void": sorted(fair.voids),
+        "bypasses": fair.bypasses,
+        "drains": fair.drains,
+        "drain_idle_s": fair.drain_idle_s,
+        "prefill_tokens": fair.prefill_tokens,
+        "oldest_wait_s": round(fair.oldest_wait_s, 3),
+    }
 
 
 def profile_warnings(profile: EngineProfile) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvgate.settings import BadSettings, load_tenants
 from kvgate.store.errors import StoreUnavailable
-from kvgate.store.registry import DeclaredTenant, TenantsConflict
+from kvgate.store.registry import DeclaredTenant, OverGuaranteed, TenantsConflict
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,7 +54,7 @@ class TenantsFile:
             raise NotApplied(f"the store did not answer within {STORE_TIMEOUT_S:g} s") from None
         except TenantsConflict as error:
             raise NotApplied(f"{error}. Where the file has moved, set tenants_owner to the old path") from None
-        except (BadSettings, StoreUnavailable) as error:
+        except (BadSettings, OverGuaranteed, StoreUnavailable) as error:
             raise NotApplied(str(error)) from None
         if self.anonymous is not None and self._tenants.by_name(self.anonymous) is None:
             raise NotApplied(f"anonymous_tenant = {self.anonymous!r}, but no tenant of that name is declared")

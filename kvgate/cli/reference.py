@@ -6,11 +6,13 @@ import argparse
 from typing import TYPE_CHECKING
 
 from kvgate.cli import parsers
+from kvgate.core.ask import Size
 from kvgate.core.engine_state import Change, EngineState
 from kvgate.core.foreign import ForeignWatch
-from kvgate.core.ledger import Ledger
+from kvgate.core.ledger import Ledger, Reservation
 from kvgate.core.profile import EngineProfile, Fact, Source, Topology
 from kvgate.core.reason import Reason
+from kvgate.core.tenant import Quota
 from kvgate.engines.llamacpp import FIELDS
 from kvgate.engines.llamacpp import HEADERS as REUSE_HEADERS
 from kvgate.metrics import Metrics
@@ -21,6 +23,9 @@ from kvgate.wire import fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from kvgate.core.fairness import FairView
+    from kvgate.core.pool import KvPool
 
 
 def reference() -> str:
@@ -95,9 +100,17 @@ def _metrics() -> Iterator[str]:
     profile = _sample_profile()
     view = Ledger(profile.pool()).view()
     metrics.watch(lambda: profile, lambda: view, lambda: True, lambda: 0)
+    pool = profile.pool()
+    metrics.watch_fairness(lambda: _sample_fairness(pool), lambda: pool)
     metrics.watch_life(lambda: EngineState.SERVING, ForeignWatch)
     for name, kind, labels, meaning in metrics.described():
         yield f"| `{name}` | {kind} | {', '.join(labels)} | {meaning} |"
+
+
+def _sample_fairness(pool: KvPool) -> FairView:
+    ledger = Ledger(pool)
+    ledger.reserve(Reservation("a", "t", Quota(), Size(1, 1)), 0.0)
+    return ledger.fair_view(0.0)
 
 
 _WHAT = {

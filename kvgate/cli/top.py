@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 TIMEOUT_S: Final = 5.0
 BAR: Final = 24
 CLEAR: Final = "\x1b[H\x1b[2J"
-ROWS_BESIDE_TENANTS: Final = 12
+ROWS_BESIDE_TENANTS: Final = 13
 
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
@@ -85,7 +85,7 @@ def frame(status: Mapping[str, Any], columns: int, tenants_max: int) -> str:
     if (ledger := status["ledger"]) is None:
         lines.append("nothing was asked yet")
     else:
-        lines += [*_pool(ledger), "", *_table(status, tenants_max)]
+        lines += [*_pool(ledger), *_fairness(status), "", *_table(status, tenants_max)]
     lines += [""] + [f"! {text}" for text in (*status["problems"], *status["warnings"])]
     return "\n".join(line[:columns] for line in lines).rstrip()
 
@@ -111,6 +111,23 @@ def _pool(ledger: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _fairness(status: Mapping[str, Any]) -> list[str]:
+    """The gap among those in line against its bound, while there is anybody to be fair to."""
+    fair = status.get("fairness")
+    if not fair or len(fair["tenants"]) < 2:
+        return []
+    void = f" (not promised since: {', '.join(fair['void'])})" if fair["void"] else ""
+    bound = "?" if fair["gap_bound"] is None else f"{fair['gap_bound']:,.0f}"
+    gap = f"gap {fair['gap']:,.0f}, largest {fair['gap_max']:,.0f} of {bound} tokens{void}"
+    return [f"fairness {gap}; oldest waits {fair['oldest_wait_s']:.1f} s"]
+
+
+def _share(status: Mapping[str, Any], name: str) -> str:
+    """A tenant's share of the last minute's service against its share of the weights."""
+    one = ((status.get("fairness") or {}).get("tenants") or {}).get(name)
+    return "" if one is None else f"{one['service_share']:.0%} of {one['weight_share']:.0%}"
+
+
 def _bar(part: int, whole: int) -> str:
     filled = min(BAR, -(-part * BAR // whole)) if whole else 0
     return f"[{'#' * filled}{'.' * (BAR - filled)}]"
@@ -131,8 +148,11 @@ def _table(status: Mapping[str, Any], tenants_max: int) -> list[str]:
     if not rows:
         return ["nobody holds anything"]
     width = max(len("tenant"), *(len(name) for name, *_ in rows))
-    lines = [f"{'tenant':<{width}} {'running':>8} {'KV tokens':>12} {'waiting':>8}"]
-    lines += [f"{name:<{width}} {runs:>8} {held:>12,} {waits:>8}" for name, runs, held, waits in rows[:tenants_max]]
+    lines = [f"{'tenant':<{width}} {'running':>8} {'KV tokens':>12} {'waiting':>8} {'service':>12}"]
+    lines += [
+        f"{name:<{width}} {runs:>8} {held:>12,} {waits:>8} {_share(status, name):>12}".rstrip()
+        for name, runs, held, waits in rows[:tenants_max]
+    ]
     if len(rows) > tenants_max:
         lines.append(f"and {len(rows) - tenants_max} more")
     return lines

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvgate.core.fairness import FairRule
 from kvgate.core.ledger import Denied, Lease, Ledger, Ticket
 from kvgate.core.reason import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from kvgate.core.ask import Usage
     from kvgate.core.drain import LeaseFacts
     from kvgate.core.ledger import Reservation
     from kvgate.core.pool import KvPool
@@ -29,11 +31,15 @@ class Place(Enum):
 
 
 class Told(NamedTuple):
-    """What a gate tells of a lease that it has in hand: until when at the latest each of these happened."""
+    """What a gate tells of a lease that it has in hand: until when at the latest each of these happened.
+
+    `output_tokens` is what has come of its answer until now.
+    """
 
     lease_id: str
     handed_over_at_s: float | None = None
     answered_at_s: float | None = None
+    output_tokens: int = 0
 
 
 class InHand(NamedTuple):
@@ -88,20 +94,28 @@ class LeasedLedger:
 
     @classmethod
     def joined(
-        cls, pool: KvPool, drain_max_s: float, lease_ttl_s: float, server: str, now_s: float, *, knew: bool
+        cls,
+        pool: KvPool,
+        drain_max_s: float,
+        lease_ttl_s: float,
+        server: str,
+        now_s: float,
+        *,
+        knew: bool,
+        rule: FairRule | None = None,
     ) -> LeasedLedger:
         """The step `join` where there is no ledger: a new one.
 
         A gate that `knew` one before tells that it was lost: nobody is let in for a whole `lease_ttl_s`, in which
         every gate that is there tells what it holds.
         """
-        made = cls(Ledger(pool, drain_max_s), lease_ttl_s, server)
+        made = cls(Ledger(pool, drain_max_s, rule=rule or FairRule()), lease_ttl_s, server)
         if knew:
             made._closed_until_s = now_s + lease_ttl_s
         return made
 
-    def join(self, gate: str, pool: KvPool, server: str, now_s: float) -> KvPool:
-        """A gate comes, or comes back; the pool that is guarded.
+    def join(self, gate: str, pool: KvPool, server: str, now_s: float, rule: FairRule | None = None) -> KvPool:
+        """A gate comes, or comes back, with its operator's `rule`; the pool that is guarded.
 
         Where the server is another one than before, the last moments may be lost: nobody is let in until every
         gate was heard of. The pool of a gate that is alone is the one to guard.
@@ -109,9 +123,11 @@ class LeasedLedger:
         if server != self.server:
             self.server = server
             self._closed_since_s, self._closed_until_s = now_s, now_s + self.lease_ttl_s
+        self.ledger.rule = rule or self.ledger.rule
         self._sweep(now_s)
         if pool != self.ledger.pool and not set(self._gates) - {gate}:
             self._resize(pool, now_s)
+        self.ledger.tidy()
         return self.ledger.pool
 
     def reserve(self, gate: str, reservation: Reservation, now_s: float) -> Lease | Ticket | Denied:
@@ -120,11 +136,14 @@ class LeasedLedger:
         self._gates.setdefault(gate, now_s + self.lease_ttl_s)
         lease_id = reservation.lease_id
         if self.ledger.waits(lease_id):
+            self.ledger.tidy()
             return Ticket(lease_id, 0)
         if self.ledger.holds(lease_id):
             again = self._claim(lease_id, now_s)
+            self.ledger.tidy()
             return again or Denied(lease_id, Reason.ENGINE_CHANGED, 0, self.ledger.retry_after_s())
         found = self.ledger.reserve(reservation, now_s)
+        self.ledger.tidy()
         if not isinstance(found, Denied):
             self._gate_of[lease_id] = gate
         if isinstance(found, Lease):
@@ -137,15 +156,26 @@ class LeasedLedger:
         for lease_id in lease_ids:
             self.ledger.withdraw(lease_id)
         self._promote(now_s)
+        self.ledger.tidy()
 
     def claim(self, lease_id: str, now_s: float) -> Lease | Place:
         """Take what was granted; also how one who waits asks where it stands."""
         self._sweep(now_s)
+        self.ledger.tidy()
         if self.ledger.waits(lease_id):
             return Place.WAITING
         return self._claim(lease_id, now_s) or Place.GONE
 
-    def settle(self, told: Told, now_s: float, *, ended: bool, used_tokens: int | None = None) -> None:
+    def answered(self, heard: Iterable[Told], now_s: float) -> None:
+        """These leases' first output has come: their prompts are read, and others may be."""
+        self._sweep(now_s)
+        for told in heard:
+            if told.lease_id in self._claimed:
+                self._tell(told, now_s)
+        self._promote(now_s)
+        self.ledger.tidy()
+
+    def settle(self, told: Told, now_s: float, *, ended: bool, used: Usage | None = None) -> None:
         """`Ledger.settle`, whatever stands under the id; one that expired is free where it `ended`."""
         self._sweep(now_s)
         lease_id = told.lease_id
@@ -154,9 +184,10 @@ class LeasedLedger:
         elif lease_id in self._lost:
             self._granted(self.ledger.free([lease_id] if ended else [], now_s), now_s)
         else:
-            self._tell(told)
-            self._granted(self.ledger.settle(lease_id, now_s, ended=ended, used_tokens=used_tokens), now_s)
+            self._tell(told, now_s)
+            self._granted(self.ledger.settle(lease_id, now_s, ended=ended, used=used), now_s)
         self._forget()
+        self.ledger.tidy()
 
     def renew(self, gate: str, held: Sequence[Told], sent_at_s: float, now_s: float) -> Renewed:
         """A gate is there, and has these in hand.
@@ -172,10 +203,11 @@ class LeasedLedger:
         for told in held:
             if told.lease_id in self._claimed and self.ledger.lease(told.lease_id) is not None:
                 self._ends_at_s[told.lease_id] = now_s + self.lease_ttl_s
-                self._tell(told)
+                self._tell(told, now_s)
                 before = self._unsettled_at_s.get(told.lease_id, -math.inf)
                 self._unsettled_at_s[told.lease_id] = max(before, min(sent_at_s, now_s))
         self._sweep(now_s)
+        self.ledger.tidy()
         return Renewed(unknown, lost)
 
     def register(self, gate: str, held: Sequence[InHand], now_s: float) -> None:
@@ -186,8 +218,14 @@ class LeasedLedger:
                 self.ledger.restore(reservation, cells, now_s)
                 self._gate_of[reservation.lease_id] = gate
                 self._claim(reservation.lease_id, now_s)
-                self._tell(told)
+                self._tell(told, now_s)
         self._sweep(now_s)
+        self.ledger.tidy()
+
+    def guarantee(self, ratios_ppm: Mapping[str, int], now_s: float) -> None:
+        """`Ledger.guarantee`."""
+        self._sweep(now_s)
+        self._granted(self.ledger.guarantee(ratios_ppm, now_s), now_s)
 
     def free(self, lease_ids: Iterable[str], now_s: float) -> None:
         """`Ledger.free`."""
@@ -204,6 +242,7 @@ class LeasedLedger:
         if gate in self._gates:
             self._gates[gate] = -math.inf
         self._sweep(now_s)
+        self.ledger.tidy()
 
     def facts(self) -> list[LeaseFacts]:
         """`Ledger.facts`, with what was heard of each lease and when."""
@@ -218,14 +257,15 @@ class LeasedLedger:
         """What time has brought: grants unclaimed, leases expired, gates lost, drains overdue; in this order."""
         for lease_id, _ in _due(self._ends_at_s, now_s):
             if lease_id in self._claimed:
+                self.ledger.charge_reserved(lease_id, now_s)
                 self.ledger.drain(lease_id, now_s)
                 self.ledger.leases_expired += 1
                 self._lost.add(lease_id)
             else:
-                self.ledger.take_back(lease_id)
+                self.ledger.take_back(lease_id, now_s)
             del self._ends_at_s[lease_id]
         for gate, _ in _due(self._gates, now_s):
-            for lease_id in [lease_id for lease_id, its in self._gate_of.items() if its == gate]:
+            for lease_id in sorted(lease_id for lease_id, its in self._gate_of.items() if its == gate):
                 self.ledger.withdraw(lease_id)
             del self._gates[gate]
         self.ledger.end_overdue(now_s)
@@ -256,12 +296,13 @@ class LeasedLedger:
             self._ends_at_s[lease_id] = now_s + self.lease_ttl_s
         return lease
 
-    def _tell(self, told: Told) -> None:
+    def _tell(self, told: Told, now_s: float) -> None:
         if self.ledger.lease(told.lease_id) is not None:
             if told.handed_over_at_s is not None:
                 self.ledger.hand_over(told.lease_id, told.handed_over_at_s)
             if told.answered_at_s is not None:
-                self.ledger.answered(told.lease_id, told.answered_at_s)
+                self.ledger.hear_answer(told.lease_id, told.answered_at_s)
+            self.ledger.streamed(told.lease_id, told.output_tokens, now_s)
 
     def _forget(self) -> None:
         """Drop what is kept of leases and tickets that are no more."""

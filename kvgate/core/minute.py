@@ -64,10 +64,11 @@ class Charge:
 
 @dataclass(slots=True)
 class Minutes:
-    """A tenant's requests and tokens of the last minute."""
+    """A tenant's requests, tokens and service (`core.fairness`) of the last minute."""
 
     requests: Minute = field(default_factory=Minute)
     tokens: Minute = field(default_factory=Minute)
+    service: Minute = field(default_factory=Minute)
 
     def take(self, charge: Charge) -> None:
         """Count a request."""

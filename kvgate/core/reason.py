@@ -197,6 +197,15 @@ class Reason(Enum):
         "{waiting} of your requests already wait, which is your queue's length. Try again in {retry_after_s} s.",
         "The tenant's `queue_max` is reached.",
     )
+    SPOT_REFUSED = Row(
+        "spot_refused",
+        429,
+        "spot_refused",
+        _BUSY,
+        "Others wait for this model, and your requests run only while nobody else does. Try again in "
+        "{retry_after_s} s.",
+        'The tenant\'s `tier` is "spot", and requests of other tiers wait (docs/fairness.md).',
+    )
     QUEUE_TIMEOUT = Row(
         "queue_timeout",
         429,

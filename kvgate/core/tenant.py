@@ -88,6 +88,42 @@ class Quota:
     tokens_per_minute: int | None = None
 
 
+class Tier(StrEnum):
+    """Who may use what of the pool is free."""
+
+    GUARANTEED = "guaranteed"
+    ELASTIC = "elastic"
+    SPOT = "spot"
+
+
+WEIGHT_MIN, WEIGHT_MAX = 0.01, 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a tenant is due when there is not enough for all.
+
+    Args:
+        weight: two tenants that both wait get service in the ratio of their weights; WEIGHT_MIN to WEIGHT_MAX.
+        tier: a guaranteed tenant has a part of the pool of its own, a spot tenant only what nobody else wants.
+        guaranteed_ratio: that part, of the whole; 0 in the other tiers.
+    """
+
+    weight: float = 1.0
+    tier: Tier = Tier.ELASTIC
+    guaranteed_ratio: float = 0.0
+
+    @property
+    def weight_milli(self) -> int:
+        """The weight in whole thousandths."""
+        return round(self.weight * 1000)
+
+    @property
+    def guaranteed_ppm(self) -> int:
+        """The guaranteed part in whole millionths."""
+        return round(self.guaranteed_ratio * 1_000_000) if self.tier is Tier.GUARANTEED else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """One party that shares the engine; `models` None means every model."""
@@ -96,4 +132,5 @@ class Tenant:
     limits: Limits = field(default_factory=Limits)
     quota: Quota = field(default_factory=Quota)
     models: frozenset[str] | None = None
+    share: Share = field(default_factory=Share)
     reuse: ReusePolicy = ReusePolicy.OFF

@@ -6,9 +6,13 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvgate.store.ledger_scripts import reservation_json
+from kvgate.ports import nothing_yet
+from kvgate.store.ledger_scripts import reservation_json, usage_json
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvgate.core.ask import Usage
     from kvgate.core.ledger import Lease, Reservation
     from kvgate.core.reason import Reason
 
@@ -24,6 +28,7 @@ class Hand:
         asking: a step under way; it is never cancelled, since then nobody would know whether it was taken.
         waited: whether it had to.
         woken: something was told of it while it waits; `refused` is the reason where it was sent away.
+        streamed: how much output has come, whenever it is asked; `told_tokens` of it the store has heard of.
     """
 
     reservation: Reservation
@@ -36,6 +41,8 @@ class Hand:
     waited: bool = False
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     refused: Reason | None = None
+    streamed: Callable[[], int] = nothing_yet
+    told_tokens: int = 0
 
     def ages(self, now_s: float) -> dict[str, int]:
         """How long ago what happened, in milliseconds; said when it is sent, so that what is late looks later."""
@@ -44,7 +51,8 @@ class Hand:
 
     def told(self, now_s: float) -> dict[str, Any]:
         """What a renewal says of it."""
-        return {"id": self.reservation.lease_id, **self.ages(now_s)}
+        output = self.streamed()
+        return {"id": self.reservation.lease_id, **self.ages(now_s), **({"output": output} if output else {})}
 
     def whole(self, now_s: float) -> dict[str, Any]:
         """All that is needed to count it anew."""
@@ -58,7 +66,7 @@ class Settled:
 
     hand: Hand
     ended: bool
-    used_tokens: int | None
+    used: Usage | None
 
     @property
     def drains(self) -> bool:
@@ -67,5 +75,5 @@ class Settled:
 
     def told(self, now_s: float) -> dict[str, Any]:
         """What the store is told."""
-        used = {} if self.used_tokens is None else {"used_tokens": self.used_tokens}
+        used = {} if self.used is None else {"used": usage_json(self.used)}
         return {**self.hand.told(now_s), "ended": self.ended, **used}

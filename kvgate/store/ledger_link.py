@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from redis.asyncio import RedisCluster
 
 from kvgate.store.errors import StoreUnavailable, store_errors
-from kvgate.store.ledger_scripts import Unset
+from kvgate.store.ledger_scripts import Unset, freed_of
 from kvgate.store.patience import within
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
+    from kvgate.core.ledger import Freed
     from kvgate.ports import Clock
     from kvgate.store.client import StoreClient
     from kvgate.store.ledger_scripts import LedgerScripts
@@ -37,12 +38,16 @@ class LedgerLink:
         client: of the store.
         scripts: the steps of one engine's ledger.
         clock: seconds.
+        on_freed: told what each step gave back.
     """
 
-    def __init__(self, client: StoreClient, scripts: LedgerScripts, clock: Clock) -> None:
+    def __init__(
+        self, client: StoreClient, scripts: LedgerScripts, clock: Clock, on_freed: Callable[[Freed], None]
+    ) -> None:
         self._client: Any = client  # redis-py types every answer as "awaitable or not"
         self._scripts = scripts
         self._clock = clock
+        self._on_freed = on_freed
         self._at_once = asyncio.Semaphore(STEPS_AT_ONCE)
         self._ahead_s = -math.inf
         self.out_since_s: float | None = None
@@ -86,6 +91,8 @@ class LedgerLink:
                 found = await self._scripts.run(name, **ask)
             except Unset:
                 raise StoreUnavailable("the store has forgotten the ledger") from None
+        for freed in freed_of(found):
+            self._on_freed(freed)
         ahead_s = found["now"] / 1000 - self._clock()
         # No answer is older than a step may take: one that seems to be comes from a clock that was set back.
         self._ahead_s = ahead_s if ahead_s < self._ahead_s - 2 * STEP_TIMEOUT_S else max(self._ahead_s, ahead_s)

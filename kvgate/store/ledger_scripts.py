@@ -10,18 +10,36 @@ from typing import TYPE_CHECKING, Any
 from redis.exceptions import NoScriptError
 
 from kvgate.core.drain import LeaseFacts
-from kvgate.core.ledger import LedgerView, asked_tokens
+from kvgate.core.fairness import FairView, TenantService, Void
+from kvgate.core.ledger import Freed, LedgerView, asked_tokens
 from kvgate.core.pool import KvPool
+from kvgate.core.tenant import Tier
 from kvgate.store.client import scripting
 from kvgate.store.errors import StoreUnavailable
 
 if TYPE_CHECKING:
-    from kvgate.core.ask import Size
+    from kvgate.core.ask import Size, Usage
+    from kvgate.core.fairness import FairRule
     from kvgate.core.ledger import Reservation
     from kvgate.core.tenant import Quota
     from kvgate.store.client import StoreClient
 
-STEPS = ("join", "reserve", "cancel", "claim", "settle", "renew", "register", "free", "resize", "leave", "view")
+STEPS = (
+    "join",
+    "reserve",
+    "cancel",
+    "claim",
+    "answered",
+    "settle",
+    "renew",
+    "register",
+    "free",
+    "resize",
+    "guarantee",
+    "leave",
+    "view",
+)
+_COMMON = ("common", "fair", "holding")
 
 
 def source(name: str) -> str:
@@ -45,7 +63,7 @@ class LedgerScripts:
     def __init__(self, client: StoreClient, engine: str, *, clock: str | None = None) -> None:
         self._scripting = scripting(client)
         self.prefix = f"{{kvgate:{engine}}}"
-        head = f"{source('clock') if clock is None else clock}\n{source('common')}\n"
+        head = "\n".join([source("clock") if clock is None else clock, *map(source, _COMMON), ""])
         self.texts = {step: head + source(step) for step in STEPS}
         self._sha1 = {step: hashlib.sha1(text.encode()).hexdigest() for step, text in self.texts.items()}  # noqa: S324
 
@@ -103,7 +121,26 @@ def reservation_json(reservation: Reservation) -> dict[str, Any]:
         "tenant": reservation.tenant,
         "quota": _quota_json(reservation.quota),
         "size": _size_json(reservation.size),
+        "weight": reservation.share.weight_milli,
+        **({"spot": True} if reservation.share.tier is Tier.SPOT else {}),
     }
+
+
+def usage_json(usage: Usage) -> dict[str, int]:
+    """What a request cost as the scripts take it."""
+    return {"prompt": usage.prompt_tokens, "cached": usage.cached_tokens, "output": usage.output_tokens}
+
+
+def rule_json(rule: FairRule) -> dict[str, int]:
+    """The rule of fairness as the scripts take it."""
+    found = {
+        "input": rule.input_price_milli,
+        "cached": rule.cached_input_price_milli,
+        "output": rule.output_price_milli,
+        "bypass_max": rule.bypass_max,
+        "lent_max": rule.lent_output_tokens_max,
+    }
+    return found if rule.prefill_tokens_max is None else {**found, "prefill_max": rule.prefill_tokens_max}
 
 
 def _quota_json(quota: Quota) -> dict[str, Any]:
@@ -165,6 +202,39 @@ def view_of(found: dict[str, Any]) -> LedgerView:
         drains_overdue=int(found["overdue"]),
         leases_expired=int(found["expired"]),
     )
+
+
+def fair_view_of(found: dict[str, Any]) -> FairView:
+    """What `view` gave of fairness."""
+    fair = found["fair"]
+    here = [one for one in found.get("tenants", ()) if one["running"] or one["draining"] or one["waiting"]]
+    return FairView(
+        tenants=tuple(
+            TenantService(
+                one["name"],
+                weight_milli=int(one["weight"]),
+                counter_milli=int(one["counter"]),
+                service_milli=int(one["service"]),
+                filled_tokens=int(one["filled"]),
+                waiting=int(one["waiting"]),
+                oldest_since_s=_seconds(one.get("since")),
+            )
+            for one in sorted(here, key=lambda one: str(one["name"]))
+        ),
+        gap_milli=int(fair["gap"]),
+        gap_max_milli=int(fair["gap_max"]),
+        bypasses=int(fair["bypasses"]),
+        drains=int(fair["drains"]),
+        drain_idle_s=fair["drain_idle"] / 1000,
+        prefill_tokens=int(fair["prefill"]),
+        voids=frozenset(Void(what) for what in fair["voids"].split()),
+        now_s=found["now"] / 1000,
+    )
+
+
+def freed_of(found: dict[str, Any]) -> list[Freed]:
+    """What a step gave back."""
+    return [Freed(one["tenant"], one["cells"], one["ms"] / 1000) for one in found.get("freed", ())]
 
 
 def _seconds(ms: float | None) -> float | None:

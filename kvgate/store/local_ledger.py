@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 from kvgate.core.ledger import Denied, Lease, Ledger, LedgerView
 from kvgate.core.reason import Reason
+from kvgate.ports import nothing_yet
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
+    from kvgate.core.ask import Usage
     from kvgate.core.drain import SlotsSeen
     from kvgate.core.ledger import Reservation
     from kvgate.core.pool import KvPool
@@ -61,20 +63,20 @@ class LocalLedger:
             del self._waiters[reservation.lease_id]
             self._wake(ledger.cancel(reservation.lease_id, self._clock()))
 
-    def hand_over(self, lease_id: str) -> None:
-        """See `core.ledger.Ledger.hand_over`."""
+    def hand_over(self, lease_id: str, streamed: Callable[[], int] = nothing_yet) -> None:  # noqa: ARG002 - the port's
+        """See `core.ledger.Ledger.hand_over`; the output is charged when it has ended."""
         if self._ledger is not None:
             self._ledger.hand_over(lease_id, self._clock())
 
     def answered(self, lease_id: str) -> None:
         """See `core.ledger.Ledger.answered`."""
         if self._ledger is not None:
-            self._ledger.answered(lease_id, self._clock())
+            self._wake(self._ledger.answered(lease_id, self._clock()))
 
-    async def settle(self, lease_id: str, *, ended: bool, used_tokens: int | None = None) -> None:
+    async def settle(self, lease_id: str, *, ended: bool, used: Usage | None = None) -> None:
         """See `core.ledger.Ledger.settle`."""
         if self._ledger is not None:
-            self._wake(self._ledger.settle(lease_id, self._clock(), ended=ended, used_tokens=used_tokens))
+            self._wake(self._ledger.settle(lease_id, self._clock(), ended=ended, used=used))
             self._show_draining()
 
     def observe(self, seen: SlotsSeen) -> None:
@@ -108,7 +110,7 @@ class LocalLedger:
             if handed_s is not None:
                 self._ledger.hand_over(reservation.lease_id, handed_s)
             if answered_s is not None:
-                self._ledger.answered(reservation.lease_id, answered_s)
+                self._wake(self._ledger.answered(reservation.lease_id, answered_s))
 
     def holds(self, lease_id: str) -> bool:
         """Whether anything is held under this id, running or draining."""
@@ -131,6 +133,8 @@ class LocalLedger:
         return self._ledger
 
     def _show_draining(self) -> None:
+        if self._ledger is not None:
+            self._ledger.freed.clear()  # the bill is made at the store, which hears of the same leases
         if self._ledger is not None and self._ledger.is_draining():
             self.draining.set()
         else:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from kvgate.core.foreign import Tally
 from kvgate.core.reason import Reason
 from kvgate.store.errors import StoreUnavailable
-from kvgate.store.ledger_scripts import facts_of, pool_json, pool_of
+from kvgate.store.ledger_scripts import facts_of, pool_json, pool_of, rule_json
 
 if TYPE_CHECKING:
     from kvgate.core.drain import LeaseFacts
+    from kvgate.core.fairness import FairRule
     from kvgate.core.pool import KvPool
     from kvgate.ports import Clock
     from kvgate.store.in_hand import Hand, Settled
@@ -32,9 +33,12 @@ class Membership:
         clock: seconds.
         lease_ttl_s: how long a lease outlives the last that was heard of its gate.
         drain_max_s: see `core.ledger.Ledger`.
+        rule: prices and bounds of fairness; the gate that joined last says them for all.
     """
 
-    def __init__(self, link: LedgerLink, clock: Clock, lease_ttl_s: float, drain_max_s: float) -> None:
+    def __init__(
+        self, link: LedgerLink, clock: Clock, lease_ttl_s: float, drain_max_s: float, rule: FairRule
+    ) -> None:
         self.gate = secrets.token_hex(8)
         self.pool: KvPool | None = None
         """The pool that this gate would guard."""
@@ -54,6 +58,8 @@ class Membership:
         self._clock = clock
         self._lease_ttl_s = lease_ttl_s
         self._drain_max_s = drain_max_s
+        self._rule = rule
+        self._guaranteed: dict[str, int] = {}
 
     async def sized(self, pool: KvPool) -> None:
         """Guard this pool from here on: join where there is no ledger yet, resize where the engine has changed.
@@ -90,15 +96,30 @@ class Membership:
             drain_max=int(self._drain_max_s * 1000),
             server=await self._link.server(),
             knew=knew,
+            rule=rule_json(self._rule),
         )
         await self._link.probe("register", gate=self.gate, held=[])
+        await self._link.probe("guarantee", shares=self._guaranteed)
         self.joined = True
         self._compare(found)
+
+    async def guarantee(self, ratios_ppm: dict[str, int]) -> None:
+        """These tenants, and no others, have these shares of the pool from now on.
+
+        Raises:
+            StoreUnavailable: the store is out; it is told when it is back.
+        """
+        if ratios_ppm != self._guaranteed:
+            self._guaranteed = ratios_ppm
+            if self.joined:
+                self.wake_granted(await self._link.step("guarantee", shares=ratios_ppm))
 
     async def renew(self) -> list[LeaseFacts]:
         """Tell what is in hand; the facts of all leases, of any gate, while anything drains."""
         sent_s = self._clock()
         held = [hand for hand in self.in_hand.values() if hand.lease is not None]
+        for hand in held:
+            hand.told_tokens = hand.streamed()
         sent = int(max(self._link.server_time_s(sent_s), 0) * 1000)
         found = await self._link.step("renew", gate=self.gate, held=[hand.told(sent_s) for hand in held], sent=sent)
         self.tally = Tally(**found["tally"])
@@ -118,6 +139,10 @@ class Membership:
             replace(facts, unsettled_at_s=math.inf) if facts.lease_id in self.in_hand else facts
             for facts, _ in leases
         ]
+
+    def has_output(self) -> bool:
+        """Whether output has come that the store has not heard of."""
+        return any(hand.lease is not None and hand.streamed() > hand.told_tokens for hand in self.in_hand.values())
 
     async def register(self) -> None:
         """Have counted whatever is in hand, and what drains unheard of; but not what ran out before it was used."""

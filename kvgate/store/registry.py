@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvgate.core.guarantee import over_guaranteed
 from kvgate.store.errors import StoreUnavailable, store_errors
 from kvgate.store.records import (
     ID_DIGITS,
@@ -39,6 +40,10 @@ class NotDone(ValueError):
 
 class TenantsConflict(NotDone):
     """A declaration that would take another tenant's key, or another owner's tenant."""
+
+
+class OverGuaranteed(NotDone):
+    """More of the pool would be guaranteed than there is."""
 
 
 class UnknownTenant(NotDone):
@@ -156,6 +161,7 @@ class Registry:
         Raises:
             TenantsConflict: a key is declared twice or belongs to another owner's tenant, a tenant belongs to
                 another owner, or a declaration contradicts itself; nothing was written.
+            OverGuaranteed: with those of other owners, more than the pool would be guaranteed; nothing was written.
             StoreUnavailable: the store failed; whether the change was made is unknown, and applying again is safe.
         """
         payload = json.dumps([_declaration(name, one, source) for name, one in declared.items()])
@@ -169,6 +175,9 @@ class Registry:
                 )
             case ["double", name, other]:
                 raise TenantsConflict(f"tenants {name!r} and {other!r} have a key in common; a key names one tenant")
+            case ["over", *flat]:
+                ratios = {name: float(ratio) for name, ratio in _groups(flat, 2)}
+                raise OverGuaranteed(over_guaranteed(ratios) or "more than the pool is guaranteed")
             case _:
                 raise StoreUnavailable(f"tenants_apply.lua gave {answer!r}")
 

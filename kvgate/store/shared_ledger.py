@@ -5,24 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvgate.core.drain import DrainWatch, SlotsSeen
+from kvgate.core.fairness import FairRule
 from kvgate.core.ledger import Denied, Lease
 from kvgate.core.reason import Reason
-from kvgate.ports import LineFailed
+from kvgate.ports import LineFailed, nothing_yet
 from kvgate.store.errors import StoreUnavailable
 from kvgate.store.grants import Grants
 from kvgate.store.in_hand import Hand, Settled
 from kvgate.store.ledger_link import LedgerLink
-from kvgate.store.ledger_scripts import LedgerScripts, reservation_json, view_of
+from kvgate.store.ledger_scripts import LedgerScripts, fair_view_of, reservation_json, view_of
 from kvgate.store.membership import Membership
 from kvgate.store.outage import Outage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvgate.core.ask import Usage
+    from kvgate.core.fairness import FairView
     from kvgate.core.foreign import Tally
-    from kvgate.core.ledger import LedgerView, Reservation
+    from kvgate.core.ledger import Freed, LedgerView, Reservation
     from kvgate.core.pool import KvPool
     from kvgate.ports import Clock
     from kvgate.store.client import StoreClient
@@ -32,6 +37,9 @@ POLL_S = 1.0
 
 POLLS_PER_S_MAX = 50
 """However many wait, this gate asks no more often for all of them together."""
+
+CHARGE_S = 1.0
+"""How often output that streams is charged, all of this gate's in one step."""
 
 PROBE_S = 0.2
 PATIENCE_S = 1.0
@@ -49,12 +57,18 @@ class SharedSettings:
         drain_max_s: see `core.ledger.Ledger`.
         local: in an outage, go by what this gate held; else refuse.
         reserve_slots: see `store.outage.Outage`.
+        rule: prices and bounds of fairness.
     """
 
     lease_ttl_s: float = 15.0
     drain_max_s: float = 120.0
     local: bool = True
     reserve_slots: int = 0
+    rule: FairRule = field(default_factory=FairRule)
+
+
+def _nobody_bills(_: Freed) -> None:
+    """What was held is told to nobody."""
 
 
 class SharedLedger:
@@ -68,18 +82,29 @@ class SharedLedger:
         engine: the engine's id: gates that name it alike share its ledger.
         clock: seconds.
         settings: the operator's.
+        on_freed: told of all that is given back in this gate's steps, whichever gate held it.
     """
 
-    def __init__(self, client: StoreClient, engine: str, clock: Clock, settings: SharedSettings) -> None:
-        self.link = LedgerLink(client, LedgerScripts(client, engine), clock)
+    def __init__(
+        self,
+        client: StoreClient,
+        engine: str,
+        clock: Clock,
+        settings: SharedSettings,
+        on_freed: Callable[[Freed], None] = _nobody_bills,
+    ) -> None:
+        self.link = LedgerLink(client, LedgerScripts(client, engine), clock, on_freed)
         self._clock = clock
         self._settings = settings
-        self._member = Membership(self.link, clock, settings.lease_ttl_s, settings.drain_max_s)
+        self._member = Membership(self.link, clock, settings.lease_ttl_s, settings.drain_max_s, settings.rule)
         self.draining = self._member.draining
         """Set while anything drains, of whatever gate: the watcher of the engine's slots sleeps on it."""
         self._watch = DrainWatch()
         self._outage: Outage | None = None
         self._view: LedgerView | None = None
+        self._fair: FairView | None = None
+        self._answered: list[Hand] = []
+        self._first_output = asyncio.Event()
         self._closed: Reason | None = None
         self._grants = Grants(client, self.link, self._member.gate, self._member.pushed)
 
@@ -90,11 +115,13 @@ class SharedLedger:
 
     async def run(self) -> None:
         """Keep what this gate holds alive, hear of grants, and come back after an outage; until cancelled."""
-        listening = asyncio.create_task(self._grants.listen())
+        beside = [asyncio.create_task(self._grants.listen()), asyncio.create_task(self._tell_answers())]
+        renewed_s = self._clock()
         try:
             while True:
-                if listening.done():
-                    listening.result()  # a defect: it listens until it is cancelled
+                for task in beside:
+                    if task.done():
+                        task.result()  # a defect: it runs until it is cancelled
                 if self.link.out_since_s is not None:
                     self._begin_outage()
                     with contextlib.suppress(StoreUnavailable):
@@ -103,14 +130,27 @@ class SharedLedger:
                         await asyncio.sleep(PROBE_S)
                     continue
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._settings.lease_ttl_s / 3):
+                    async with asyncio.timeout(min(self._settings.lease_ttl_s / 3, CHARGE_S)):
                         await self.link.out.wait()
-                if self._member.joined:
+                is_due = self._clock() >= renewed_s + self._settings.lease_ttl_s / 3 - CHARGE_S / 2
+                if self._member.joined and (is_due or self._member.has_output()):
+                    renewed_s = self._clock()
                     with contextlib.suppress(StoreUnavailable):
                         await self._member.renew()
         finally:
-            listening.cancel()
-            await asyncio.wait([listening])
+            for task in beside:
+                task.cancel()
+            await asyncio.wait(beside)
+
+    async def _tell_answers(self) -> None:
+        """Tell at once whose prompt is read, where prompts that are being read keep others out; until cancelled."""
+        while True:
+            await self._first_output.wait()
+            self._first_output.clear()
+            hands, self._answered = self._answered, []
+            with contextlib.suppress(StoreUnavailable):
+                held = [hand.told(self._clock()) for hand in hands]
+                self._member.wake_granted(await self.link.step("answered", held=held))
 
     async def leave(self) -> None:
         """This gate goes: whatever waits is dropped at once."""
@@ -139,7 +179,7 @@ class SharedLedger:
                 return replace(found, queued_s=self._clock() - asked_at_s)
             return found
 
-    def hand_over(self, lease_id: str) -> None:
+    def hand_over(self, lease_id: str, streamed: Callable[[], int] = nothing_yet) -> None:
         """See `core.ledger.Ledger.hand_over`.
 
         Raises:
@@ -150,7 +190,7 @@ class SharedLedger:
             return
         if self._clock() >= hand.good_until_s:
             raise LineFailed("the lease ran out while this gate stood still", sent=False)
-        hand.handed_s = self._clock()
+        hand.handed_s, hand.streamed = self._clock(), streamed
         if self._outage is not None:
             self._outage.ledger.hand_over(lease_id)
 
@@ -158,10 +198,13 @@ class SharedLedger:
         """See `core.ledger.Ledger.answered`."""
         if (hand := self._member.in_hand.get(lease_id)) is not None and hand.answered_s is None:
             hand.answered_s = self._clock()
+            if self._settings.rule.prefill_tokens_max is not None:
+                self._answered.append(hand)
+                self._first_output.set()
             if self._outage is not None:
                 self._outage.ledger.answered(lease_id)
 
-    async def settle(self, lease_id: str, *, ended: bool, used_tokens: int | None = None) -> None:
+    async def settle(self, lease_id: str, *, ended: bool, used: Usage | None = None) -> None:
         """See `core.ledger.Ledger.settle`; where the store is out it is told when it is back."""
         if (hand := self._member.in_hand.get(lease_id)) is None:
             return
@@ -175,7 +218,7 @@ class SharedLedger:
             self._member.show_drains(self._outage.ledger.draining.is_set())
         if not hand.at_store and hand.lease is None:
             return
-        self._member.settled[lease_id] = settled = Settled(hand, ended, used_tokens)
+        self._member.settled[lease_id] = settled = Settled(hand, ended, used)
         with contextlib.suppress(StoreUnavailable):
             await self._member.send_one(settled)
 
@@ -243,15 +286,25 @@ class SharedLedger:
         with contextlib.suppress(StoreUnavailable):
             await self._member.sized(pool)
 
+    async def guarantee(self, ratios_ppm: dict[str, int]) -> None:
+        """These tenants, and no others, have these shares of the pool from now on (`core.guarantee`)."""
+        with contextlib.suppress(StoreUnavailable):
+            await self._member.guarantee(ratios_ppm)
+
     async def refresh(self) -> None:
         """Bring `view` up to date, if the store can."""
         with contextlib.suppress(StoreUnavailable):
             if self._member.joined:
-                self._view = view_of(await self.link.step("view"))
+                found = await self.link.step("view")
+                self._view, self._fair = view_of(found), fair_view_of(found)
 
     def view(self) -> LedgerView | None:
         """What is held and who waits as of the last `refresh`; in an outage, at this gate alone."""
         return self._view if self._outage is None else self._outage.ledger.view()
+
+    def fair(self) -> FairView | None:
+        """How fair it is as of the last `refresh`; None in an outage."""
+        return self._fair if self._outage is None else None
 
     @property
     def is_out(self) -> bool:

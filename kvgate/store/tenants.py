@@ -71,6 +71,10 @@ class ValkeyTenants:
         """Whether anybody has a key."""
         return bool(self._snapshot.by_key)
 
+    def all(self) -> tuple[Tenant, ...]:
+        """All tenants."""
+        return tuple(self._snapshot.by_name.values())
+
     def names(self) -> tuple[str, ...]:
         """The names of all tenants, sorted."""
         return tuple(sorted(self._snapshot.by_name))

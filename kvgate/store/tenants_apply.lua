@@ -6,7 +6,7 @@
 -- Gives {"ok", version, tenants, revoked, granted}, of which
 --   tenants  name, record before, record after, ... of those that change; "" where there was, or will be, none
 --   revoked  SHA-256, name, what is known of it or "", ...      granted  SHA-256, name, ...
--- or {"owned", name, its owner}, {"double", name, other name}.
+-- or {"owned", name, its owner}, {"double", name, other name}, {"over", name, guaranteed ratio, ...} of all who have one.
 local tenants_key, keys_key, minted_key, version_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local owner, declared, writes = ARGV[1], cjson.decode(ARGV[2]), ARGV[3] == 'write'
 
@@ -45,6 +45,23 @@ for _, tenant in ipairs(declared) do
     new_name_of_key[key] = name
   end
 end
+
+local total, guaranteed = 0, {}
+local function count(name, record)
+  local readable, value = pcall(cjson.decode, record)
+  local share = readable and type(value) == 'table' and type(value.tenant) == 'table' and value.tenant.share
+  local ratio = type(share) == 'table' and tonumber(share.guaranteed_ratio) or 0
+  if ratio > 0 then
+    total = total + ratio
+    guaranteed[#guaranteed + 1] = name
+    guaranteed[#guaranteed + 1] = string.format('%.9g', ratio)
+  end
+end
+for name, record in pairs(records) do
+  if not mine[name] then count(name, record) end
+end
+for _, tenant in ipairs(declared) do count(tenant.name, tenant.record) end
+if total > 1 + 1e-9 then return {'over', unpack(guaranteed)} end
 
 -- 3. What differs.
 local tenants, revoked, granted, touched = {}, {}, {}, {}

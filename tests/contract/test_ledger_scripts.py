@@ -72,7 +72,7 @@ async def test_a_step_costs_the_same_however_many_wait(client: Any, scripts: Led
             cost, running = await commands(running, depth + number)
             costs.append(cost)
     assert (await scripts.run("view"))["waiting"] == depth
-    assert max(costs) <= min(costs) + 2  # the minute's turn, a stream's first entry
+    assert max(costs[3:]) <= max(costs[:3]) + 2  # the minute's turn, a stream's first entry
 
 
 async def test_what_a_later_version_wrote_is_kept(client: Any, scripts: LedgerScripts) -> None:
@@ -96,9 +96,9 @@ async def test_what_a_later_version_wrote_is_kept(client: Any, scripts: LedgerSc
 
 async def test_another_layout_is_refused_and_not_touched(client: Any, scripts: LedgerScripts) -> None:
     """A ledger that this version cannot read is better not guessed at."""
-    await client.hset(f"{scripts.prefix}:state", "layout", "2")
+    await client.hset(f"{scripts.prefix}:state", "layout", "3")
     before = await client.hgetall(f"{scripts.prefix}:state")
-    with pytest.raises(StoreUnavailable, match="layout 2"):
+    with pytest.raises(StoreUnavailable, match="layout 3"):
         await reserve(scripts, "a", "t")
     assert await client.hgetall(f"{scripts.prefix}:state") == before
 

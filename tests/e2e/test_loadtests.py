@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import urllib.request
 from typing import TYPE_CHECKING
 
 import pytest
@@ -31,13 +33,13 @@ def test_the_counting_benchmark_runs(start_engine: StartEngine) -> None:
     assert [len(row.split("|")) for row in rows] == [len(header.split("|"))] * 2
 
 
-def ran(*command: str, timeout_s: float) -> str:
-    """What it prints; its exit status must say that all held."""
+def ran(*command: str, timeout_s: float, stream: str = "stdout") -> str:
+    """What it prints, or tells; its exit status must say that all held."""
     done = subprocess.run(
         [sys.executable, "-m", *command], capture_output=True, text=True, check=False, timeout=timeout_s
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout if stream == "stdout" else done.stderr
 
 
 @pytest.mark.timeout(400)
@@ -78,3 +80,37 @@ def test_the_comparison_of_proxies_runs(tmp_path: Path) -> None:
     assert fast["medians"]["kvgate, 1 worker"]["cpu_2k"] > 0
     assert all(found["errors"] == 0 and found["tokens_2"] > 0 for found in real["medians"].values())
     assert all(title in markdown.read_text() for title in BENCH_TITLES)
+
+
+@pytest.mark.timeout(300)
+def test_a_simulation_of_the_measured_engine_runs(start_engine: StartEngine, tmp_path: Path) -> None:
+    """A real engine is calibrated, and policies are simulated on one like it; no speed is asserted."""
+    engine, saved = start_engine("-c", "1024", "-np", "2", "--no-kv-unified"), tmp_path / "engine.json"
+    measure = ("calibrate", engine.url, "--kv", "divided", "--rounds", "1", "--save", str(saved))
+    said = ran("loadtests.simulate", *measure, timeout_s=200, stream="stderr")
+    took_s, told_s = map(
+        float, re.findall(r"8 requests of many sizes took ([\d.]+) s; .* ([\d.]+) s$", said, re.MULTILINE)[0]
+    )
+    assert 0.1 < told_s / took_s < 10  # a loaded machine is no clock; a wrong unit would show
+    found = json.loads(saved.read_text())
+    pool, speed = found["pool"], found["speed"]
+    assert (pool["slots"], pool["tokens_per_slot"], pool["tokens"], pool["unified"]) == (2, 512, 1024, False)
+    assert [at for at, _ in speed["step_s"]] == [0, 1, 2]
+    assert speed["prefill_tokens_per_s"] > 0
+    assert min(s for _, s in speed["step_s"][1:]) > 0
+    simulated = ("overload", "--duration-s", "60", "--engine", str(saved), "--json", "--policies", "fcfs", "vtc")
+    ((_, vtc),) = [each["results"] for each in json.loads(ran("loadtests.simulate", *simulated, timeout_s=90))]
+    assert vtc["idle_for_nothing_s"] == 0
+    assert vtc["gap"] <= vtc["ruling"]["bound"]
+
+
+def test_an_engine_at_work_is_not_measured(start_engine: StartEngine) -> None:
+    """A busy slot would be measured as slowness; the sentence says so."""
+    engine = start_engine("-c", "8192", "-np", "1")
+    body = json.dumps({"prompt": "Tell me a long story.", "n_predict": 8000, "ignore_eos": True, "stream": True})
+    with urllib.request.urlopen(f"{engine.url}/completion", data=body.encode(), timeout=60) as answer:
+        assert answer.read(1)
+        command = [sys.executable, "-m", "loadtests.simulate", "calibrate", engine.url]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
+    assert done.returncode == 2
+    assert "1 of 1 slots are busy; measure an engine that nobody else uses" in done.stderr

@@ -58,6 +58,7 @@ def gate(start_engine: StartEngine, start_gate: StartGate) -> RunningGate:
     """A gate that warns of an engine below the minimum, with a tenant that queues and one that is trimmed."""
     engine = start_engine("-c", "1024", "-np", "2", "--no-kv-unified", "-lv", "4")
     tenants = {"ann": 'on_overflow = "trim"\ncontext_tokens_max = 160', "bob": "concurrency_max = 1", "cyd": ""}
+    tenants["dan"] = 'on_overflow = "clamp"\ncontext_tokens_max = 80'
     config = f'[engine]\nlog = "{engine.log_path}"\ncontext_tokens_min = 4096\non_undersized = "warn"\n'
     return start_gate(engine.url, tenants=tenants, config=config)
 
@@ -113,18 +114,23 @@ def dashboard_queries() -> dict[str, str]:
 
 
 async def _once(gate: RunningGate, number: int) -> None:
-    """What a second of traffic has in it: served, trimmed, refused."""
+    """What traffic has in it: served, trimmed, refused, cut short by the context; once, a loop."""
     turns = [
         {"role": role, "content": f"{word} " * 40} for word in ("stone", "river") for role in ("user", "assistant")
     ]
+    over_and_over = {"grammar": 'root ::= "the same words once more, " root', "max_tokens": 400, "stream": True}
     long = {"messages": [*turns, {"role": "user", "content": f"And {number}?"}], "max_tokens": 4}
     asked = (
         post(gate.url, chat(f"Say {number}.", max_tokens=2), key="sk-cyd"),
         post(gate.url, long, key="sk-ann"),
         post(gate.url, chat("word " * 900, max_tokens=400), key="sk-cyd"),
+        post(gate.url, chat("Count.", max_tokens=400, ignore_eos=True), key="sk-dan"),
     )
     statuses = [answer.status for answer in await asyncio.gather(*asked)]
-    assert statuses == [200, 200, 400]
+    assert statuses == [200, 200, 400, 200]
+    if number == 0:
+        looping = await post(gate.url, chat("Say it.", **over_and_over), key="sk-cyd")
+        assert looping.status == 200
 
 
 async def _forever(gate: RunningGate) -> None:

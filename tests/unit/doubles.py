@@ -15,11 +15,12 @@ from kvgate.core.profile import EngineProfile, Fact, Source, Topology
 from kvgate.core.reuse import Reuse
 from kvgate.core.tenant import Limits, OnOverflow, Quota, Tenant
 from kvgate.engines.llamacpp.errors import explain
-from kvgate.ports import Counted, Head, LineFailed, Refused
+from kvgate.ports import Counted, Head, LineFailed, Refused, nothing_yet
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+    from kvgate.core.ask import Usage
     from kvgate.core.json_object import JsonObject
     from kvgate.core.ledger import Reservation
     from kvgate.core.pool import KvPool
@@ -247,13 +248,13 @@ class LedgerDouble:
             await reply()
         return Lease(reservation.lease_id, pool.cells(reservation.size), reservation.size.sequences, 0.25)
 
-    def hand_over(self, lease_id: str) -> None:
+    def hand_over(self, lease_id: str, streamed: Callable[[], int] = nothing_yet) -> None:
         self.told.append(("hand_over", lease_id))
 
     def answered(self, lease_id: str) -> None:
         self.told.append(("answered", lease_id))
 
-    async def settle(self, lease_id: str, *, ended: bool, used_tokens: int | None = None) -> None:
+    async def settle(self, lease_id: str, *, ended: bool, used: Usage | None = None) -> None:
         if self.before_settle is not None:
             await self.before_settle()
         self.told.append(("settle ended" if ended else "settle", lease_id))

@@ -14,6 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from deploy.alerts import rules
 from kvgate.settings import Settings, load, load_tenants
 
 ROOT = Path(__file__).parents[2]
@@ -154,10 +155,13 @@ def test_grafana_finds_its_dashboards() -> None:
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
 @pytest.mark.parametrize("version", [SINCE, kubernetes_validate.latest_version()])
 def test_kubernetes_would_take_the_manifests(path: Path, version: str) -> None:
-    """By the schemas of the oldest and the newest version; a ServiceMonitor has none there."""
+    """By the schemas of the oldest and the newest version; the Prometheus operator's kinds have none there."""
     for document in documents(path):
         if document["kind"] == "ServiceMonitor":
             assert document["spec"]["endpoints"][0]["path"] == "/metrics"
+            continue
+        if document["kind"] == "PrometheusRule":
+            assert document["spec"] == rules()
             continue
         kubernetes_validate.validate(document, version, strict=True)
 

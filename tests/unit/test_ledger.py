@@ -8,6 +8,7 @@ import pytest
 
 from kvgate.core.ask import Size
 from kvgate.core.drain import HANDOVER_S, BusySlot, LeaseFacts, SlotsSeen, handover_s
+from kvgate.core.fairness import FairRule
 from kvgate.core.foreign import Tally
 from kvgate.core.ledger import (
     Denied,
@@ -91,11 +92,11 @@ def test_cells_of_the_headroom_are_never_granted() -> None:
     assert isinstance(ledger.reserve(want("b", prompt=1, output=1), 0.0), Ticket)
 
 
-def test_nobody_eligible_overtakes_a_request_that_does_not_fit_yet() -> None:
+def test_nobody_eligible_overtakes_a_request_that_does_not_fit_yet_where_none_may() -> None:
     """A large request at the head is not starved by small ones that would fit beside what runs."""
-    ledger = Ledger(UNIFIED)
+    ledger = Ledger(UNIFIED, rule=FairRule(bypass_max=0))
     serve(ledger, want("a"))
-    assert isinstance(ledger.reserve(want("large"), 0.0), Ticket)
+    assert isinstance(ledger.reserve(want("large", "v"), 0.0), Ticket)
     assert isinstance(ledger.reserve(want("small", "u", prompt=1, output=1), 0.0), Ticket)
     assert ids(*ledger.settle("a", 1.0, ended=True)) == ["large", "small"]
 

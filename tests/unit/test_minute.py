@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvgate.core.ask import Size
+from kvgate.core.ask import Size, Usage
 from kvgate.core.ledger import Denied, Lease, Ledger, Reservation, Ticket
 from kvgate.core.minute import Minute, step_of
 from kvgate.core.pool import KvPool
@@ -26,10 +26,10 @@ def denied(ledger: Ledger, reservation: Reservation, now_s: float) -> Denied:
     return found
 
 
-def serve(ledger: Ledger, reservation: Reservation, now_s: float, used_tokens: int | None = None) -> None:
+def serve(ledger: Ledger, reservation: Reservation, now_s: float, used: Usage | None = None) -> None:
     assert isinstance(ledger.reserve(reservation, now_s), Lease)
     ledger.hand_over(reservation.lease_id, now_s)
-    ledger.settle(reservation.lease_id, now_s, ended=True, used_tokens=used_tokens)
+    ledger.settle(reservation.lease_id, now_s, ended=True, used=used)
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 40))), st.integers(1, 100))
@@ -75,7 +75,7 @@ def test_too_many_requests_are_told_when_to_come_again() -> None:
 def test_tokens_are_reserved_and_then_corrected_by_what_was_used() -> None:
     """An answer that ended early gives back what it did not need."""
     ledger, quota = Ledger(POOL), Quota(tokens_per_minute=150)
-    serve(ledger, want("a", quota), 0.0, used_tokens=20)
+    serve(ledger, want("a", quota), 0.0, used=Usage(12, 8))
     assert ledger.minute_of("t", 0.0) == (0, 20)
     serve(ledger, want("b", quota), 0.0)
     assert denied(ledger, want("c", quota), 0.0).reason is Reason.TOKENS_PER_MINUTE

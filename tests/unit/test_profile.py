@@ -176,6 +176,7 @@ DECIDES_NOT: dict[str, Any] = {
     "models": ("alias",),
     "n_ctx_train": 8192,
     "slots_visible": False,
+    "kv_bytes_per_token": 23040.0,
 }
 """What may differ between two engines that compute alike."""
 

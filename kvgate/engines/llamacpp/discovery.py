@@ -108,6 +108,7 @@ def profile_of(
         chat_template_sha256=(
             hashlib.sha256(template.encode("utf-8", "surrogatepass")).hexdigest() if template else None
         ),
+        kv_bytes_per_token=facts.kv_bytes_per_token if facts else None,
         kv_type_k=Fact(facts.kv_type_k, Source.LOG) if facts and facts.kv_type_k else None,
         kv_type_v=Fact(facts.kv_type_v, Source.LOG) if facts and facts.kv_type_v else None,
         slots_visible=slots_visible,

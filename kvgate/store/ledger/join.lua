@@ -1,5 +1,23 @@
 -- A gate comes, or comes back. Gives "pool": the one that is guarded.
--- ask: gate, pool, ttl, drain_max, server (the run of this server), knew (whether the gate knew a ledger here before)
+-- ask: gate, pool, ttl, drain_max, server (the run of this server), knew (whether the gate knew a ledger here before),
+-- rule (prices and bounds of fairness)
+if taking_over then
+  -- Gates of the version before are refused from now on. What they hold stays counted; their tickets, which stand in
+  -- no line that can be read here, go.
+  set('layout', LAYOUT)
+  set('waiting', 0)
+  redis.call('DEL', key.tickets, key.queue, key.of_gate, key.heads)
+  local old = redis.call('HGETALL', key.tenants)
+  for i = 1, #old, 2 do tenant_set(old[i], 'waiting', nil) end
+  local leases = redis.call('HGETALL', key.leases)
+  for i = 1, #leases, 2 do
+    local lease = cjson.decode(leases[i + 1])
+    lease.weight = MILLI
+    tenant_set(lease.tenant, 'weight', MILLI)
+    tenant_add(lease.tenant, 'filled', math.min(lease.size.prompt_sum, lease.cells))
+    keep(key.leases, leases[i], lease)
+  end
+end
 if not pool then
   set('layout', LAYOUT)
   set('hold', 2000)
@@ -14,6 +32,10 @@ elseif state.server ~= ask.server then
 end
 set('ttl', ask.ttl)
 set('drain_max', ask.drain_max)
+if ask.rule then
+  rule = ask.rule
+  set('rule', cjson.encode(rule))
+end
 sweep()
 
 -- The pool of a gate that is alone is the one to guard.

@@ -1,5 +1,5 @@
 -- A gate is there, and has these leases in hand.
--- ask: gate, sent (the gate's lower bound of the server's time), held [{id, handed_age, answered_age}, ...]
+-- ask: gate, sent (the gate's lower bound of the server's time), held [{id, handed_age, answered_age, output}, ...]
 -- Gives "unknown": ids to register; "lost": ids that drain already; "pool"; and while anything drains "leases": the facts of all that are held.
 local unknown, lost = {}, {}
 for _, told in ipairs(ask.held) do

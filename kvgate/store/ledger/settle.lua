@@ -1,5 +1,5 @@
 -- Give back what stands under an id: at once where the engine said that it ended, else by draining.
--- ask: id, ended, handed_age, answered_age, used_tokens
+-- ask: id, ended, handed_age, answered_age, output, used {prompt, cached, output}
 sweep()
 local lease = record(key.leases, ask.id)
 if withdraw(ask.id) then
@@ -14,14 +14,20 @@ elseif lease then
   tell(lease, ask)
   if not lease.handed then
     charge(lease, -1)
-  elseif ask.used_tokens and lease.tokens > 0 then
-    minute_add(lease.tenant, 'tokens', lease.step, ask.used_tokens - lease.tokens, true)
+    charge_service(lease, 0, 0, 0)
+  elseif ask.used then
+    if lease.tokens > 0 then
+      minute_add(lease.tenant, 'tokens', lease.step, ask.used.prompt + ask.used.output - lease.tokens, true)
+    end
+    charge_service(lease, ask.used.prompt, ask.used.cached, ask.used.output)
+  else
+    charge_reserved(lease)
   end
   if not ask.ended and lease.handed then
     drain(ask.id, lease)
   else
     free(ask.id, lease)
-    promote()
   end
+  promote()
 end
 return answer({})
