@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 import pytest
 
-from kvgate.cli import main
+from kvgate.cli import canary_run, main
 from kvgate.cli.canary_told import as_json, exit_status, junit, lines
 from kvgate.cli.progress import ProgressBar
 from kvgate.core.reuse_suite import CaseResult, Outcome, SuiteResult
@@ -125,3 +125,23 @@ def test_a_flag_out_of_range_is_told(flags: list[str], capsys: pytest.CaptureFix
         main(["canary", "run", "--upstream", "http://127.0.0.1:9", *flags])
     assert ended.value.code == 2
     assert flags[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("engine", "fingerprint"),
+    [
+        ({"fingerprint": "f01", "profile": {"instance": "i"}}, "f01"),
+        ({"fingerprint": "f01", "profile": {"instance": "another"}}, "f00"),
+        (None, "f00"),
+    ],
+)
+def test_the_gates_fingerprint_is_taken_for_the_same_process_alone(
+    engine: dict[str, Any] | None, fingerprint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may know the engine's log; of another process it knows nothing that counts here."""
+    monkeypatch.setattr(canary_run, "look", lambda _: {"engine": engine})
+    found = canary_run._as_gate_sees_it(result(PASSED), "http://gate", must=False)
+    assert found.fingerprint == fingerprint
+    if fingerprint == "f00":
+        with pytest.raises(ValueError, match="another engine process"):
+            canary_run._as_gate_sees_it(result(PASSED), "http://gate", must=True)

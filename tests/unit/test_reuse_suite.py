@@ -89,7 +89,7 @@ def test_a_case_passes_only_on_evidence(
         (taken(3.0, control=0.1), Outcome.FAILED, "off by 3.00 nats"),
         (taken(cached=96), Outcome.FAILED, "only 95 in common"),
         (taken(cached=-4), Outcome.FAILED, "reused -4 tokens"),
-        (taken(control=1.9), Outcome.BLIND, "moves the answer by 1.90 nats only"),
+        (taken(control=2.9), Outcome.BLIND, "moves the answer by 2.90 nats only"),
         (taken(cached=0), Outcome.NO_REUSE, "0 of 100 tokens were reused"),
         (taken(cached=None), Outcome.NO_REUSE, "does not say how many"),
     ],
