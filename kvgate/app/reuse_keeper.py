@@ -113,7 +113,7 @@ class ReuseKeeper:
             return
         self._violations += 1
         self._violated_at_s = self._clock()
-        profile = self._profile()
+        profile = record.profile
         if self._in_a_row.unpins and profile is not None and profile.fingerprint not in self._unpinning:
             self._unpinning[profile.fingerprint] = (
                 f"{self._in_a_row.in_a_row} answers in a row reused although told not to"

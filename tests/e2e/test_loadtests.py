@@ -82,6 +82,15 @@ def test_the_comparison_of_proxies_runs(tmp_path: Path) -> None:
     assert all(title in markdown.read_text() for title in BENCH_TITLES)
 
 
+def test_the_benchmark_of_reuse_runs() -> None:
+    """Two turns of each conversation: the second one reuses most of the first where reuse is on, and nothing else."""
+    said = ran("loadtests.reuse", "--turns", "2", "--words", "5", timeout_s=150)
+    rows = [line.split() for line in said.splitlines()[1:]]
+    assert [row[:3] for row in rows] == [[on, stride, "2"] for on in ("off", "on") for stride in ("0", "128")]
+    reused = [int(row[4].rstrip("%")) for row in rows]
+    assert (reused[:2], min(reused[2:]) > 20) == ([0, 0], True)
+
+
 @pytest.mark.timeout(300)
 def test_a_simulation_of_the_measured_engine_runs(start_engine: StartEngine, tmp_path: Path) -> None:
     """A real engine is calibrated, and policies are simulated on one like it; no speed is asserted."""

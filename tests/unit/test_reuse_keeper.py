@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 ENGINE = profile()
 FIGURES = Figures(0.0, 0.0, 0.5, 0.5)
 PASSED = SuiteReport(ENGINE.fingerprint, "<one>", 1, True, 9, 0, FIGURES, 1000.0)
-RECORD = RequestRecord("r1", "acme", "openai_chat", "/v1/chat/completions", 200, "admit", "", 0.1, reuse="off")
+RECORD = RequestRecord(
+    "r1", "acme", "openai_chat", "/v1/chat/completions", 200, "admit", "", 0.1, reuse="off", profile=ENGINE
+)
 CLEAN = replace(RECORD, usage=Usage(9, 1))
 VIOLATED = replace(RECORD, usage=Usage(9, 1, 8), reuse_violation=True)
 
