@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,10 +25,9 @@ from loadtests.simulate.speed import SMALL, Engine
 from loadtests.simulate.workloads import Phase, Sender, Workload
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from loadtests.simulate.results import Result
 
+ROOT = Path(__file__).parents[2]
 BRIEF_S = 90.0
 
 
@@ -247,3 +248,28 @@ def test_a_run_without_events_has_figures_all_the_same() -> None:
     simulation = Simulation(workload, policy("vtc", workload))
     found = result(simulation.run(), "vtc", simulation.policy.ruling(10), 0.0)
     assert (found.tokens_per_s, found.slots_busy, found.jain, found.gap) == (0, 0, 1, 0)
+
+
+# -- its page
+
+
+def test_the_page_names_every_workload_policy_and_option_and_no_others(capsys: pytest.CaptureFixture[str]) -> None:
+    """What can be typed is explained, and what is shown can be typed."""
+    page = (ROOT / "docs/fairness-simulator.md").read_text()
+    tables = set(re.findall(r"^\| `([a-z-]+)`", page, re.MULTILINE))
+    assert tables >= {*SCENARIOS, *POLICIES}
+    options = ""
+    for command in (["--help"], ["calibrate", "--help"]):
+        with pytest.raises(SystemExit):
+            main(command)
+        options += capsys.readouterr().out
+    shown = {flag for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", page) if flag != "--no-kv-unified"}
+    assert shown <= set(re.findall(r"--[a-z-]+", options))
+
+
+def test_the_pages_pictures_are_there_and_small() -> None:
+    page = (ROOT / "docs/fairness-simulator.md").read_text()
+    linked = re.findall(r"\]\(([^)]+)\)", page)
+    assert linked
+    for name in linked:
+        assert 0 < (ROOT / "docs" / name).stat().st_size < 100_000
