@@ -81,6 +81,7 @@ class LedgerView:
     waiting_by_tenant: tuple[tuple[str, int], ...]
     held_tokens_by_tenant: tuple[tuple[str, int], ...]
     drains_overdue: int
+    leases_expired: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +165,7 @@ class Ledger:
     _drains: DrainWatch = field(default_factory=DrainWatch)
     _hold_s: float = 2.0
     _overdue: int = 0
+    leases_expired: int = 0
     _granted: int = 0
     _sequences: int = 0
     _cells: int = 0
@@ -466,6 +468,7 @@ class Ledger:
             waiting_by_tenant=tuple((name, number) for name, number in waiting if number),
             held_tokens_by_tenant=tuple((name, one.cells) for name, one in accounts if one.running or one.draining),
             drains_overdue=self._overdue,
+            leases_expired=self.leases_expired,
         )
 
     def fair_view(self, now_s: float) -> FairView:

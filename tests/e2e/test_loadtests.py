@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 
+BENCH_TITLES = ("Over an engine that costs nothing", "Over a real engine")
+
 
 def test_the_counting_benchmark_runs(start_engine: StartEngine) -> None:
     """A short one, with every proof in force and all counts alike; no time is asserted."""
@@ -59,6 +61,25 @@ def test_chaos_runs_and_leaves_nothing_held() -> None:
 
 def test_the_benchmark_of_the_ledger_runs() -> None:
     assert "pairs" in ran("loadtests.ledger_pairs", "--pairs", "40", "--waiting", "0,20", timeout_s=150)
+
+
+@pytest.mark.timeout(400)
+def test_the_comparison_of_proxies_runs(tmp_path: Path) -> None:
+    """Each proxy that is here answers every load without an error, and has its figures; none is judged."""
+    names, markdown = "aiohttp;kvgate, 1 worker", tmp_path / "tables.md"
+    said = ran(
+        "loadtests.bench", "--quick", "--only", names, "--json", "-", "--markdown", str(markdown), timeout_s=380
+    )
+    fast, real = (json.loads(said)[title] for title in BENCH_TITLES)
+    assert fast["missing"] == {}
+    for name in ("direct", *names.split(";")):
+        medians = fast["medians"][name]
+        assert medians["errors"] == 0
+        assert medians["rps_2k"] > 0
+        assert medians["flat_chunks"] > 0
+    assert fast["medians"]["kvgate, 1 worker"]["cpu_2k"] > 0
+    assert all(found["errors"] == 0 and found["tokens_2"] > 0 for found in real["medians"].values())
+    assert all(title in markdown.read_text() for title in BENCH_TITLES)
 
 
 @pytest.mark.timeout(300)
