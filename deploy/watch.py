@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -67,6 +68,7 @@ def flags(config: Path, data: Path, listen: str) -> list[str]:
 
 def _run(command: list[str], options: argparse.Namespace) -> int:
     url = f"http://{options.listen}"
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with (options.data_dir / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:

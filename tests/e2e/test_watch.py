@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -34,8 +35,16 @@ def watching(*flags: str) -> Iterator[subprocess.Popen[str]]:
     try:
         yield process
     finally:
-        process.send_signal(2)
+        process.terminate()
         process.communicate(timeout=40)
+        assert not answers(flags)
+
+
+def answers(flags: tuple[str, ...]) -> bool:
+    """Whether its Prometheus is still there."""
+    host, port = flags[flags.index("--listen") + 1].split(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
 
 
 def firing(url: str) -> set[str]:
