@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -102,6 +103,24 @@ EXAMPLES: Final[dict[str, Example]] = {
         {_requests(reason="queue_timeout"): "3x14", _requests(reason="prompt_overflow"): "0+1x14"},
         {"job": "kvgate", "tenant": "acme"},
     ),
+    "KvgateStarvation": Example(
+        {_series("kvgate_starvation_age_seconds"): "0x10 90x4"},
+        {_series("kvgate_starvation_age_seconds"): "50x14"},
+        value="1m 30s",
+    ),
+    "KvgateServiceGapAboveBound": Example(
+        {
+            _series("kvgate_service_gap_max"): "3000x14",
+            _series("kvgate_service_gap_bound"): "2048x14",
+            _series("kvgate_fairness_void", by="tier"): "0x14",
+        },
+        {
+            _series("kvgate_service_gap_max"): "3000x14",
+            _series("kvgate_service_gap_bound"): "2048x14",
+            _series("kvgate_fairness_void", by="bypass"): "1x14",
+            _series("kvgate_fairness_void", by="tier"): "0x14",
+        },
+    ),
     "KvgateReuseViolation": Example(
         {_series("kvgate_reuse_violations_total", tenant="acme"): "_x10 1x3"},
         {_series("kvgate_reuse_violations_total", tenant="acme"): "0x14"},
@@ -147,7 +166,7 @@ def tests() -> dict[str, Any]:
     found = []
     for alert in ALERTS:
         example = EXAMPLES[alert.name]
-        summary = alert.summary.replace("{{ $value | humanizePercentage }}", example.value)
+        summary = re.sub(r"\{\{ \$value \| \w+ \}\}", example.value, alert.summary)
         for label, value in example.labels.items():
             summary = summary.replace(f"{{{{ $labels.{label} }}}}", value)
         rule = alert.rule()

@@ -77,6 +77,7 @@ RECORDINGS: Final = (
         "sum by (job, tenant) (rate(kvgate_ended_by_context_total[15m]))"
         ' / (sum by (job, tenant) (rate(kvgate_requests_total{status="200"}[15m])) > 0)',
     ),
+    Recording("kvgate:service:rate5m", "sum by (job, tenant, kind) (rate(kvgate_service_total[5m]))"),
     Recording("kvgate:tokens:rate5m", "sum by (job, tenant, kind) (rate(kvgate_tokens_total[5m]))"),
     Recording(
         "kvgate:queue_seconds:p95_5m",
@@ -152,6 +153,21 @@ ALERTS: Final = (
         "2m",
         "warning",
         "Requests of the tenant {{ $labels.tenant }} waited for room until their deadline and were refused.",
+    ),
+    Alert(
+        "KvgateStarvation",
+        "kvgate_starvation_age_seconds > 60",
+        "1m",
+        "warning",
+        "The oldest request that waits behind {{ $labels.instance }} has waited {{ $value | humanizeDuration }}.",
+    ),
+    Alert(
+        "KvgateServiceGapAboveBound",
+        f"kvgate_service_gap_max > on ({_GATE}) kvgate_service_gap_bound"
+        f" and on ({_GATE}) max by ({_GATE}) (kvgate_fairness_void) == 0",
+        "1m",
+        "warning",
+        "Two tenants behind {{ $labels.instance }} that both wait differ in service by more than the bound.",
     ),
     Alert(
         "KvgateReuseViolation",

@@ -240,6 +240,46 @@ TENANT: Final = Dashboard(
         ),
         Panel("Time in the queue, p95", ((f"kvgate:queue_seconds:p95_5m{{{_TENANT}}}", "{{tenant}}"),), "s"),
         Panel(
+            "Oldest that waits",
+            ((f"max by (job, tenant) (kvgate_queue_oldest_seconds{{{_TENANT}}})", "{{tenant}}"),),
+            "s",
+        ),
+        Panel(
+            "Service received",
+            ((f"sum by (tenant, kind) (kvgate:service:rate5m{{{_TENANT}}})", "{{tenant}} {{kind}}"),),
+            explains="A second: tokens at their prices, not divided by weight.",
+        ),
+        Panel(
+            "Share of the last minute's service, and of the weights",
+            (
+                (f"max by (job, tenant) (kvgate_service_share_ratio{{{_TENANT}}})", "{{tenant}} service"),
+                (f"max by (job, tenant) (kvgate_weight_share_ratio{{{_TENANT}}})", "{{tenant}} weight"),
+            ),
+            "percentunit",
+            explains="Of tenants that hold or wait. Where all wait all the time the two are the same.",
+            max_value=1,
+        ),
+        Panel(
+            "Service of the last minute",
+            ((f"max by (job, tenant) (kvgate_service_recent{{{_TENANT}}})", "{{tenant}}"),),
+        ),
+        Panel(
+            "The KV bill: tokens held",
+            ((f"sum by (tenant) (rate(kvgate_kv_token_seconds_total{{{_TENANT}}}[5m]))", "{{tenant}}"),),
+            explains="Token-seconds a second, billed when they are given back.",
+        ),
+        Panel(
+            "The KV bill: memory held",
+            ((f"sum by (tenant) (rate(kvgate_kv_mib_seconds_total{{{_TENANT}}}[5m]))", "{{tenant}}"),),
+            "mbytes",
+            explains="MiB-seconds a second; only where the engine's log tells how large a token is.",
+        ),
+        Panel(
+            "Requests by the prefix reuse that they had",
+            ((f"sum by (tenant, reuse) (rate(kvgate_reuse_total{{{_TENANT}}}[5m]))", "{{tenant}} {{reuse}}"),),
+            "reqps",
+        ),
+        Panel(
             "Left before the answer was complete",
             ((f"sum by (tenant) (rate(kvgate_hangups_total{{{_TENANT}}}[5m]))", "{{tenant}}"),),
             "reqps",
@@ -318,6 +358,46 @@ ENGINE: Final = Dashboard(
             "Slots held",
             ((f"kvgate_slots_held{{{_GATE}}}", "{{state}}"), (f"kvgate_slots{{{_GATE}}}", "there are")),
             explains="Draining slots belong to requests that are over and whose slot has not been seen idle.",
+        ),
+        Panel(
+            "KV tokens filled",
+            ((f"kvgate_kv_filled_tokens{{{_GATE}}}", "{{tenant}}"),),
+            explains="Cells that have a token in them by now, of those held.",
+        ),
+        Panel(
+            "Prompts in prefill",
+            ((f"kvgate_prefill_tokens{{{_GATE}}}", "{{instance}}"),),
+            explains="Tokens of prompts that were let in and have no output yet.",
+        ),
+        Panel(
+            "Service gap",
+            (
+                (f"kvgate_service_gap{{{_GATE}}}", "now"),
+                (f"kvgate_service_gap_max{{{_GATE}}}", "largest since idle"),
+                (f"kvgate_service_gap_bound{{{_GATE}}}", "bound"),
+            ),
+            explains="Between the most and the least served of tenants in line, divided by weight.",
+        ),
+        Panel(
+            "What the bound does not cover",
+            ((f"kvgate_fairness_void{{{_GATE}}}", "{{by}}"),),
+            explains="1 where it has happened since the ledger was last idle.",
+            max_value=1,
+        ),
+        Panel(
+            "Oldest that waits",
+            ((f"kvgate_starvation_age_seconds{{{_GATE}}}", "{{instance}}"),),
+            "s",
+            red_from=60,
+        ),
+        Panel(
+            "Bypasses and drains for the first in line",
+            (
+                (f"increase(kvgate_queue_bypasses{{{_GATE}}}[1h])", "passed by others"),
+                (f"increase(kvgate_queue_drains{{{_GATE}}}[1h])", "drained for"),
+                (f"increase(kvgate_queue_drain_idle_seconds{{{_GATE}}}[1h])", "seconds idle for it"),
+            ),
+            explains="In an hour.",
         ),
         Panel("Time in the queue, p95", ((f"kvgate:queue_seconds:p95_5m{{{_JOB}}}", "{{tenant}}"),), "s"),
         Panel(

@@ -194,7 +194,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, help="how often each cell is measured (default 3)")
     parser.add_argument("--only", metavar="NAMES", help=f"some of: {'; '.join(PROXIES)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every value, - for standard output")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="the tables for docs/performance.md")
+    parser.add_argument(
+        "--markdown",
+        type=Path,
+        metavar="FILE",
+        help="write the tables there; into docs/performance.md, between its marks",
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a PNG (needs matplotlib); else bars are printed")
     options = parser.parse_args(arguments)
     scale = QUICK if options.quick else WHOLE
@@ -236,7 +241,7 @@ def show(options: argparse.Namespace, books: dict[str, Book], told: str, documen
         print(figures.bars(first, BARS) + "\n")
     if options.markdown is not None:
         parts = [f"{told}\n", *(shown(title, book, markdown=True) for title, book in books.items())]
-        options.markdown.write_text("\n".join(parts))
+        figures.write_between_marks(options.markdown, "\n".join(parts))
         say(f"wrote {options.markdown}")
     if str(options.json) != "-":
         print(told)

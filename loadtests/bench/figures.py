@@ -140,6 +140,16 @@ def footnotes(book: Book) -> list[str]:
     ]
 
 
+MARKS: Final = ("<!-- bench: the tables go here -->", "<!-- bench: until here -->")
+
+
+def write_between_marks(path: Path, text: str) -> None:
+    """Write a file anew; of one that has marks, only what stands between them."""
+    before, first, rest = (path.read_text() if path.exists() else "").partition(MARKS[0])
+    _, last, after = rest.partition(MARKS[1])
+    path.write_text(f"{before}{first}\n\n{text}\n{last}{after}" if first and last else text)
+
+
 def bars(book: Book, keys: Iterable[str]) -> str:
     """Terminal bars, one block a quantity."""
     blocks = []

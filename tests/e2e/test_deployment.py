@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -164,11 +165,19 @@ def steps(text: str) -> tuple[list[list[str]], list[str], dict[str, str], list[s
     return copies, runs, dict(re.findall(r"(\w+)=(\S+)", env[1])), command
 
 
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """A directory that the image's user may enter; pytest's own are closed to others."""
+    with tempfile.TemporaryDirectory(prefix="kvgate-image-") as directory:
+        Path(directory).chmod(0o755)
+        yield Path(directory)
+
+
 @pytest.mark.timeout(400)
-async def test_the_images_steps_make_a_gate_that_writes_to_its_data_alone(tmp_path: Path) -> None:
+async def test_the_images_steps_make_a_gate_that_writes_to_its_data_alone(open_path: Path) -> None:
     """The Dockerfile's own lines, run outside a container: build, start as another user, be found healthy, stop."""
     copies, runs, variables, health = steps((ROOT / "Dockerfile").read_text())
-    source, home, data = tmp_path / "src", tmp_path / "opt", tmp_path / "data"
+    source, home, data = open_path / "src", open_path / "opt", open_path / "data"
     for *names, target in copies:
         for name in names:
             into = source / target / (name if target.endswith("/") else "")
@@ -181,7 +190,7 @@ async def test_the_images_steps_make_a_gate_that_writes_to_its_data_alone(tmp_pa
     before = written(source, home)
     if user_can_run(home):
         os.chown(data, USER, USER)
-    (tmp_path / "tenants.toml").write_text("[tenant.demo]\n")
+    (open_path / "tenants.toml").write_text("[tenant.demo]\n")
     admin = f"127.0.0.1:{free_port()}"
     environment = {
         **variables,
@@ -189,19 +198,19 @@ async def test_the_images_steps_make_a_gate_that_writes_to_its_data_alone(tmp_pa
         "HOME": str(data),
         "KVGATE_LISTEN": f"127.0.0.1:{free_port()}",
         "KVGATE_ADMIN_LISTEN": admin,
-        "KVGATE_TENANTS": str(tmp_path / "tenants.toml"),
+        "KVGATE_TENANTS": str(open_path / "tenants.toml"),
         "KVGATE_STORE__DATA_DIR": str(data / ".kvgate"),
     }
     async with FakeEngine() as engine:
         environment["KVGATE_ENGINE__URL"] = engine.url
-        process = await asyncio.to_thread(_started, f"{home}/bin/kvgate", data, environment, tmp_path / "log")
+        process = await asyncio.to_thread(_started, f"{home}/bin/kvgate", data, environment, open_path / "log")
         try:
-            await asyncio.to_thread(_until_healthy, health, environment, tmp_path / "log")
+            await asyncio.to_thread(_until_healthy, health, environment, open_path / "log")
             assert await asyncio.to_thread(_get, f"http://{admin}/readyz") == 200
         finally:
             process.terminate()
             status = await asyncio.to_thread(process.wait, 60)
-    assert status == 0, (tmp_path / "log").read_text()
+    assert status == 0, (open_path / "log").read_text()
     assert (data / ".kvgate").is_dir()
     assert written(source, home) == before
     assert await asyncio.to_thread(_health, health, environment) != 0, "a gate that is gone was found healthy"
@@ -221,8 +230,6 @@ def user_can_run(home: Path) -> bool:
     """Whether the tests may become the image's user, and that one reaches this machine's Python."""
     if os.geteuid() != 0:
         return False
-    for directory in [home, *home.parents][:4]:
-        directory.chmod(directory.stat().st_mode | 0o055)
     try:
         return subprocess.run([home / "bin/python", "-c", ""], user=USER, check=False).returncode == 0
     except PermissionError:

@@ -85,13 +85,15 @@ def commands() -> list[Command]:
 
 @pytest.mark.parametrize("block", of("toml"), ids=str)
 def test_a_configuration_that_is_shown_loads(block: Block, tmp_path: Path) -> None:
-    """By the program's own reader: as tenants where it declares some, else as settings."""
-    path = tmp_path / "shown.toml"
-    path.write_text(block.text)
-    if set(tomllib.loads(block.text)) == {"tenant"}:
-        assert load_tenants(path)
-    else:
-        load(path, {}, {})
+    """By the program's own reader: settings up to the first tenant, tenants from there on."""
+    settings, tenants = tmp_path / "kvgate.toml", tmp_path / "tenants.toml"
+    found = re.search(r"^\[tenant\.", block.text, re.MULTILINE)
+    at = len(block.text) if found is None else found.start()
+    settings.write_text(block.text[:at])
+    tenants.write_text(block.text[at:])
+    assert tomllib.loads(block.text)
+    load(settings, {}, {})
+    load_tenants(tenants)
 
 
 @pytest.mark.parametrize("command", commands(), ids=str)
