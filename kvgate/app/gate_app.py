@@ -18,6 +18,7 @@ from aiohttp import web
 from kvgate.admin.listener import admin_app
 from kvgate.app.engine_watch import ENGINE_POLL_S, LifeWatch, SlotsWatch, look_at
 from kvgate.app.explaining import Explainer
+from kvgate.app.gate_suite import GateSuite
 from kvgate.app.health import Health
 from kvgate.app.reuse_keeper import ReuseKeeper
 from kvgate.app.tenants_file import STORE_TIMEOUT_S, NotApplied, TenantsFile
@@ -175,6 +176,7 @@ class App:
             stack.push_async_callback(self._child.stop)
         await health.ledger.guarantee(guaranteed(health.tenants.all()))
         await self._first_look(health.ledger)
+        await health.reuse.look()  # whom this engine serves is known before the first request
         jobs = [
             health.tenants.watch(),
             health.tenants_file.watch(),
@@ -219,7 +221,8 @@ class App:
         log.info(event, extra={"url": url, "admin_url": admin_url})
         if self._announce is not None:
             self._announce(url, admin_url)
-        if (schedule := health.reuse.schedule(self._suite, self._settings.canary.every_h)) is not None:
+        suite = self._suite or GateSuite(self._engine, health.ledger, self._clock)
+        if (schedule := health.reuse.schedule(suite, self._settings.canary.every_h)) is not None:
             await self._run_beside(stack, [schedule.watch(url)])
 
     async def _run_beside(self, stack: AsyncExitStack, jobs: list[Coroutine[Any, Any, None]]) -> None:

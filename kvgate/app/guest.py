@@ -33,12 +33,6 @@ class Guest:
     ledger: SharedLedger
     canary: CanaryStore
 
-    async def waiting(self) -> int:
-        """How many requests of all gates wait for room."""
-        await self.ledger.refresh()
-        view = self.ledger.view()
-        return 0 if view is None else view.waiting
-
 
 async def join(stack: AsyncExitStack, settings: Settings) -> Guest:
     """Come in; the stack's end leaves again, and nothing is left behind.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvgate.app.canary_schedule import SuiteRunner
+    from kvgate.core.canary import CanaryState
     from kvgate.core.profile import EngineProfile
     from kvgate.core.tenant import Tenant
     from kvgate.ports import Clock, RequestRecord, Tenants
@@ -66,6 +67,7 @@ class ReuseKeeper:
         self._violated_at_s = 0.0
         self._unpinning: dict[str, str] = {}
         self._wants = asyncio.Event()
+        watch.serving = self._serving
 
     # -- the rule
 
@@ -77,13 +79,21 @@ class ReuseKeeper:
         """What a request has on the engine of this very connection."""
         if tenant.reuse is not ReusePolicy.SUITE and profile.fingerprint in self._unpinning:
             return Reuse.OFF
-        return reuse_of(tenant, self._watch.state, profile, self._sharers(), asked=asked)
-
-    def _sharers(self) -> Sharers:
         state = self._watch.state
+        return reuse_of(tenant, state, profile, self._sharers(state), asked=asked)
+
+    def _serving(self, state: CanaryState) -> tuple[str | None, frozenset[str]]:
+        profile = self._profile()
+        return (None if profile is None else profile.instance), self._sharers(state).strangers
+
+    def _sharers(self, state: CanaryState | None) -> Sharers:
         known = {name: self._tenants.by_name(name) for name in self._dedicated_to}
         unlisted = (name for name, tenant in known.items() if tenant is not None and not is_listed(tenant, state))
         return Sharers(self._dedicated_to, frozenset(unlisted))
+
+    async def look(self) -> None:
+        """Look at the store, and tell it whom this gate's engine serves."""
+        await self._watch.refresh()
 
     def schedule(self, run: SuiteRunner | None, every_h: float) -> CanarySchedule | None:
         """Who repeats the suite, where that is wanted and there is one."""
@@ -103,7 +113,7 @@ class ReuseKeeper:
             return
         self._violations += 1
         self._violated_at_s = self._clock()
-        profile = self._profile()
+        profile = record.profile
         if self._in_a_row.unpins and profile is not None and profile.fingerprint not in self._unpinning:
             self._unpinning[profile.fingerprint] = (
                 f"{self._in_a_row.in_a_row} answers in a row reused although told not to"
@@ -151,7 +161,7 @@ class ReuseKeeper:
         if profile is not None and state is not None:
             for name in sorted(self._dedicated_to | state.widened):
                 if (tenant := self._tenants.by_name(name)) is not None and name != SUITE_TENANT:
-                    listed[name] = why_off(tenant, state, profile, self._sharers()) or "on"
+                    listed[name] = why_off(tenant, state, profile, self._sharers(state)) or "on"
         return {
             "pin": pin,
             "dedicated_to": sorted(self._dedicated_to),

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kvgate import __version__
-from kvgate.cli import canary, check, explain, histogram, keys, probe, report, serve, tenants, top
+from kvgate.cli import canary, check, explain, histogram, keys, measure, probe, report, serve, tenants, top
 from kvgate.cli.answers import Parser
 
 if TYPE_CHECKING:
@@ -38,6 +38,6 @@ def parsers() -> tuple[Parser, argparse._SubParsersAction[Any]]:
     )
     parser.add_argument("--version", action="version", version=f"kvgate {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (serve, check, probe, explain, top, tenants, keys, histogram, report, canary):
+    for command in (serve, check, probe, measure, explain, top, tenants, keys, histogram, report, canary):
         command.add(commands)
     return parser, commands

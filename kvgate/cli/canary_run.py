@@ -7,21 +7,24 @@ import asyncio
 import sys
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from kvgate.app.gate_suite import waiting_in
 from kvgate.app.guest import join
 from kvgate.cli.answers import refuse
 from kvgate.cli.canary_told import as_json, exit_status, junit, lines
 from kvgate.cli.check import problem_of
 from kvgate.cli.progress import ProgressBar
 from kvgate.cli.store_access import add_options
+from kvgate.cli.top import look
 from kvgate.core.profile import KvSettings
-from kvgate.core.reuse_cases import DEPTH_TOKENS_MIN, NAMES
+from kvgate.core.reuse_case import DEPTH_TOKENS_MIN
+from kvgate.core.reuse_cases import NAMES
 from kvgate.core.reuse_suite import Verdict
 from kvgate.engines.llamacpp import LlamaCpp, LlamaCppSettings
-from kvgate.lab.reuse_suite import PLANNED, EngineAccess, SuiteSettings, run_suite
+from kvgate.lab.reuse_suite import PLANNED, EngineAccess, Notes, SuiteSettings, run_suite
 from kvgate.lab.reuse_suite.notes_file import NotesFile
 from kvgate.ports import Refused
 from kvgate.settings import BadSettings, load
@@ -40,12 +43,13 @@ STATE: Final = Path("kvgate-suite.json")
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How the engine is reached, and where the report goes; None where there is no gate."""
+    """How the engine is reached, where a gate of it may answer, and where the report goes; None without a gate."""
 
     engine: LlamaCpp
     ledger: LedgerPort
     waiting: Callable[[], Awaitable[int]]
-    report: Callable[[SuiteResult], Awaitable[None]] | None
+    admin: str | None = None
+    report: Callable[[SuiteResult], Awaitable[None]] | None = None
 
 
 def add(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -55,12 +59,18 @@ def add(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="ask an engine whether its prefix reuse can be trusted",
         description="Compare the engine's answers with prefix reuse and without, on the traffic that reuse bugs are "
         "known from (docs/reuse-suite.md). With the configuration or the store of a gate it asks as the gate's "
-        "last-ranked tenant and puts the report on record; with --upstream alone it asks an engine without a gate. "
+        "last-ranked tenant and puts the report on record. With --upstream alone it asks an engine without a gate. "
         "Exit 0 where every case passed, 1 where reuse corrupts, 2 where neither can be said.",
         allow_abbrev=False,
     )
     add_options(parser)
     parser.add_argument("--upstream", metavar="URL", help="the engine (default: engine.url of the configuration)")
+    parser.add_argument(
+        "--admin",
+        metavar="URL",
+        help="a gate of this engine process: the report gets the fingerprint that it has there, as it may know the "
+        "engine's log (default: admin_listen of the configuration, where a gate answers)",
+    )
     parser.add_argument("--case", action="append", choices=NAMES, default=[], help="this case alone; may be repeated")
     parser.add_argument("--fresh", action="store_true", help="begin anew where an earlier run was interrupted")
     parser.add_argument(
@@ -90,7 +100,7 @@ def add(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(options: argparse.Namespace, _: list[str]) -> int:
     """Run the suite and tell; the exit status."""
     try:
-        result, notes = asyncio.run(_run(options))
+        result, notes, recorded = asyncio.run(_run(options))
         if options.junit is not None:
             options.junit.write_text(junit(result))
     except (Refused, ValueError) as error:
@@ -100,7 +110,7 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
     except OSError as error:
         return refuse("canary run", f"{error.filename} cannot be written: {error.strerror}", 2, as_json=options.json)
     if options.json:
-        print(as_json(result))
+        print(as_json(result, recorded=recorded))
     else:
         print("\n".join(lines(result)))
         for note in notes:
@@ -108,14 +118,15 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
     return exit_status(result)
 
 
-async def _run(options: argparse.Namespace) -> tuple[SuiteResult, list[str]]:
+async def _run(options: argparse.Namespace) -> tuple[SuiteResult, list[str], bool]:
+    """What was found, what to say beside it, and whether it is on record."""
     settings = SuiteSettings(options.time_max_s, options.depth_tokens, tuple(options.case))
     async with _way(options) as way:
         profile = await way.engine.discover()
         file = NotesFile(options.state, profile)
         if options.fresh:
             file.forget()
-        notes = file.read()
+        notes = Notes() if options.case else file.read()
         with ProgressBar("suite") as bar:
             if notes.cases:
                 bar.say(f"going on with an interrupted run, finished: {', '.join(notes.cases)} (--fresh begins anew)")
@@ -123,11 +134,15 @@ async def _run(options: argparse.Namespace) -> tuple[SuiteResult, list[str]]:
                 EngineAccess(way.engine, profile, way.ledger, way.waiting, time.monotonic),
                 settings,
                 notes=notes,
-                keep=file.keep,
+                keep=(lambda _: None) if options.case else file.keep,
                 on_progress=lambda progress: _show(bar, progress, settings),
             )
+        if way.admin is not None:
+            result = await asyncio.to_thread(_as_gate_sees_it, result, way.admin, must=options.admin is not None)
         told = []
-        if not result.why:
+        if options.case:
+            pass
+        elif not result.why:
             file.forget()
         elif file.keeps and notes.cases:
             told.append(f"what is finished is in {options.state}; the next run goes on from there")
@@ -135,9 +150,12 @@ async def _run(options: argparse.Namespace) -> tuple[SuiteResult, list[str]]:
             told.append("not on record, since no gate's store was named: give --config or --store to pin by it")
         elif options.case:
             told.append("not on record, since not every case was asked")
-        elif result.verdict is not Verdict.CANNOT_TELL:
+        elif result.verdict is Verdict.CANNOT_TELL:
+            told.append("not on record, since it says neither")
+        else:
             await way.report(result)
-        return result, told
+            return result, told, True
+        return result, told, False
 
 
 def _show(bar: ProgressBar, progress: Progress, settings: SuiteSettings) -> None:
@@ -161,19 +179,40 @@ async def _way(options: argparse.Namespace) -> AsyncIterator[_Way]:
         if options.upstream is not None and options.config is None and options.store is None:
             engine = LlamaCpp(options.upstream, LlamaCppSettings(KvSettings()), time.monotonic)
             stack.push_async_callback(engine.close)
-            yield _Way(engine, LocalLedger(time.monotonic, 0.0), _nobody, None)
+            yield _Way(engine, LocalLedger(time.monotonic, 0.0), _nobody)
             return
         changes: dict[str, dict[str, str]] = {}
         if options.upstream is not None:
             changes["engine"] = {"url": options.upstream}
         if options.store is not None:
             changes["store"] = {"url": options.store}
-        guest = await join(stack, load(options.config, changes))
+        settings = load(options.config, changes)
+        guest = await join(stack, settings)
+        admin = options.admin or f"http://{settings.admin_listen}"
 
         async def report(result: SuiteResult) -> None:
             await guest.canary.report(result.report(time.time()))
 
-        yield _Way(guest.engine, guest.ledger, guest.waiting, report)
+        yield _Way(guest.engine, guest.ledger, waiting_in(guest.ledger), admin, report)
+
+
+def _as_gate_sees_it(result: SuiteResult, admin: str, *, must: bool) -> SuiteResult:
+    """The result under the fingerprint that the gate there gives the same process: of its own child it knows the log.
+
+    Raises:
+        ValueError: it `must` be so, and no gate answers there, or it is in front of another process.
+    """
+    try:
+        engine = look(admin)["engine"]
+    except ValueError:
+        if must:
+            raise
+        return result
+    if result.instance is not None and engine and engine["profile"]["instance"] == result.instance:
+        return replace(result, fingerprint=engine["fingerprint"])
+    if must:
+        raise ValueError(f"the gate at {admin} is in front of another engine process than the one that was asked")
+    return result
 
 
 async def _nobody() -> int:

@@ -80,11 +80,12 @@ def _is_open(case: CaseResult) -> bool:
     return case.outcome is not Outcome.PASSED
 
 
-def as_json(result: SuiteResult) -> str:
-    """For programs: all of it, with the figures over all cases."""
+def as_json(result: SuiteResult, *, recorded: bool) -> str:
+    """For programs: all of it, with the figures over all cases; `recorded`: whether a pin may rest on it."""
     told = {
         "ok": None if result.verdict is Verdict.CANNOT_TELL else result.verdict is Verdict.PASSED,
         "verdict": result.verdict.value,
+        "recorded": recorded,
         **asdict(result),
         "figures": {**asdict(result.figures), "prefill_time_ratio": result.prefill_time_ratio},
     }

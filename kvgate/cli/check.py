@@ -40,13 +40,13 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--log", metavar="FILE", help="the engine's startup log, - for standard input")
     parser.add_argument("--command", dest="line", metavar="LINE", help="its command line as one argument")
     parser.add_argument(
-        "--context-tokens-min", required=True, type=_tokens, metavar="N", help="the least n_ctx_slot, in tokens"
+        "--context-tokens-min", required=True, type=tokens, metavar="N", help="the least n_ctx_slot, in tokens"
     )
     parser.add_argument(
         "--tenants", metavar="FILE|N", help="who shares the engine: tenants.toml, or how many; 1 may keep its caches"
     )
     parser.add_argument(
-        "--margin-tokens", type=_tokens, default=0, metavar="N", help="the gate's engine.margin_tokens (default 0)"
+        "--margin-tokens", type=tokens, default=0, metavar="N", help="the gate's engine.margin_tokens (default 0)"
     )
     parser.add_argument(
         "--acknowledge",
@@ -89,12 +89,18 @@ def _seen(options: argparse.Namespace, command: list[str]) -> Seen:
         raise ValueError("nothing to look at: give --upstream URL, --log FILE, or a command line after --")
     return Seen(
         None if options.upstream is None else asyncio.run(ask_engine(options.upstream)),
-        None if options.log is None else _facts(options.log),
+        None if options.log is None else facts_of(options.log),
         read_words(command) if command else None if options.line is None else read_line(options.line),
     )
 
 
-def _facts(source: str) -> StartupFacts:
+def facts_of(source: str) -> StartupFacts:
+    """What a startup log says; `-` is standard input.
+
+    Raises:
+        ValueError: it tells of no start that was completed.
+        OSError: it cannot be read.
+    """
     data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
     log = StartupLog()
     log.feed(data.decode("utf-8", "replace").splitlines())
@@ -136,7 +142,8 @@ async def ask_engine(url: str) -> EngineProfile:
         await engine.close()
 
 
-def _tokens(text: str) -> int:
+def tokens(text: str) -> int:
+    """An argument that is a number, 1 or more."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, 1 or more")
     return int(text)

@@ -12,10 +12,11 @@ from kvgate.cli.answers import Told, refuse, tell
 from kvgate.cli.histogram_page import page
 from kvgate.cli.histogram_told import histogram_lines, plan_fields, plan_lines
 from kvgate.cli.store_access import add_options, nearest, run_prepared
-from kvgate.core.engine_requests import MIB, EngineRequests
+from kvgate.core.engine_requests import EngineRequests
 from kvgate.core.histogram import Histogram, Length, histogram
 from kvgate.core.plan import SLOTS, plan
 from kvgate.core.pool import KvPool
+from kvgate.core.profile import MIB
 from kvgate.core.replay import Asked
 from kvgate.core.tenant import Tenant
 from kvgate.settings import BadSettings

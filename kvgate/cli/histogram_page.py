@@ -5,7 +5,8 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Final
 
-from kvgate.cli.histogram_told import MIB, percent_name, percentage, size_name
+from kvgate.cli.histogram_told import percent_name, percentage, size_name
+from kvgate.core.profile import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from kvgate.cli.answers import plural, table
+from kvgate.core.profile import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     """Name, n_ctx_slot of its last request where known, and what its requests were."""
 
 BAR: Final = 40
-MIB: Final = 1024 * 1024
 
 
 def histogram_lines(name: str, n_ctx_slot: int | None, found: Histogram) -> list[str]:

@@ -7,13 +7,20 @@ import asyncio
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvgate.cli.answers import refuse
+from kvgate.cli.check import tokens
 from kvgate.core.probe_verdict import Pace
-from kvgate.lab.admission_probe import fields_of, probe, slots_of
+from kvgate.core.recall import RecallVerdict
+from kvgate.core.soak import ROUNDS_MIN, RULE, drifts
+from kvgate.lab.admission_probe import fields_of, probe, refuse_busy, slots_of
 from kvgate.lab.asking import Asked, CannotAsk
+from kvgate.lab.process_memory import pid_of
+from kvgate.lab.recall_probe import recall_at
+from kvgate.lab.soak_probe import soak
 from kvgate.lab.topology_probe import find_topology
 
 if TYPE_CHECKING:
@@ -42,6 +49,24 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         help="instead: find out whether slots divide the KV cache or share it, and print the setting",
     )
     parser.add_argument(
+        "--recall",
+        action="store_true",
+        help="instead: hide needles at several depths of a slot's context, and see whether they are found; exit 2 "
+        "where the model is blind to this test",
+    )
+    parser.add_argument(
+        "--soak",
+        type=_positive,
+        metavar="MINUTES",
+        help="instead: the test in one slot again and again, for drift; with --recall that too",
+    )
+    parser.add_argument(
+        "--context-tokens", type=tokens, metavar="N", help="the context of --recall (default: a slot's)"
+    )
+    parser.add_argument(
+        "--pid", type=tokens, metavar="N", help="the engine's process, for its memory (default: found by its port)"
+    )
+    parser.add_argument(
         "--ttft-max-s", type=_positive, default=60.0, metavar="S", help="a later first token is slow (default 60)"
     )
     parser.add_argument(
@@ -59,7 +84,7 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
     except (CannotAsk, ValueError) as error:
         return refuse("probe", str(error), 2, as_json=options.json)
     print(json.dumps(answer) if options.json else "\n".join(lines))
-    return 0 if answer["ok"] else 1
+    return {True: 0, False: 1, None: 2}[answer["ok"]]
 
 
 def say(progress: str) -> None:
@@ -70,11 +95,73 @@ def say(progress: str) -> None:
 def _work(options: argparse.Namespace) -> Coroutine[Any, Any, tuple[dict[str, Any], list[str]]]:
     if options.upstream is None and options.gate is None:
         raise ValueError("nothing to ask: give --upstream URL, --gate URL with --key-env NAME, or both")
+    alone = [name for name in ("topology", "recall", "soak") if getattr(options, name)]
+    if alone and options.upstream is None:
+        raise ValueError(f"--{alone[0]} needs the engine itself: give --upstream URL")
+    if options.topology and len(alone) > 1:
+        raise ValueError(f"--topology and --{alone[1]} are two probes: run one after the other")
     if options.topology:
-        if options.upstream is None:
-            raise ValueError("--topology needs the engine itself: give --upstream URL")
         return _topology(options)
-    return _admission(options)
+    if options.soak:
+        return _soak(options)
+    return _recall(options) if options.recall else _admission(options)
+
+
+async def _recall(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    async with Asked(options.upstream, key_of(options.upstream_key_env, None)) as asked:
+        await refuse_busy(asked)
+        context = options.context_tokens or (await slots_of(asked)).n_ctx_slot
+        found = await recall_at(asked, context, say)
+    verdict = found.verdict
+    answer = {
+        "ok": None if found.is_blind else verdict is RecallVerdict.RECALLS,
+        "verdict": verdict.label,
+        "meaning": verdict.meaning,
+        "to_do": verdict.to_do,
+        "context_tokens": context,
+        "nats_without": round(found.without, 3),
+        "nats_near": round(found.near, 3),
+        "depths": [
+            {"depth": depth, "nats": round(nats, 3), "recalled": round(found.share(nats), 3)}
+            for depth, nats in found.by_depth
+        ],
+    }
+    lines = [f"{verdict.label}: {verdict.meaning}"]
+    lines += [f"  depth {depth:g}: {share:.0%} of what a near needle gives" for depth, share in found.shares]
+    if verdict is not RecallVerdict.RECALLS:
+        lines.append(f"  to do: {verdict.to_do}")
+    return answer, lines
+
+
+async def _soak(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    async with Asked(options.upstream, key_of(options.upstream_key_env, None)) as asked:
+        known = await slots_of(asked)
+        rounds, verdicts = await soak(
+            asked,
+            options.soak,
+            Pace(options.ttft_max_s, options.tokens_per_second_min),
+            say,
+            pid=options.pid or pid_of(options.upstream),
+            recall_tokens=(options.context_tokens or known.n_ctx_slot) if options.recall else None,
+        )
+    found = drifts(rounds)
+    bad = sorted({verdict.label for verdict in verdicts if not verdict.is_fine})
+    few = len(rounds) < ROUNDS_MIN
+    answer = {
+        "ok": False if found or bad else None if few else True,
+        "rounds": [
+            {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(one).items()}
+            for one in rounds
+        ],
+        "verdicts": [verdict.label for verdict in verdicts],
+        "drifts": [asdict(one) for one in found],
+        "rule": RULE,
+    }
+    lines = [f"{len(rounds)} rounds: {', '.join(sorted({verdict.label for verdict in verdicts}))}"]
+    lines += [f"drift: {one.sentence}" for one in found]
+    if few:
+        lines.append(f"a drift shows from {ROUNDS_MIN} rounds on: give more minutes")
+    return answer, [*lines, f"rule: {RULE}"]
 
 
 async def _topology(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:

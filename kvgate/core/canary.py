@@ -66,12 +66,22 @@ class Pin:
     by: str
 
 
+EVERYBODY: Final = "*"
+"""In place of names: whoever has a key."""
+
+
 @dataclass(frozen=True, slots=True)
 class CanaryState:
-    """What the store says: the pins, and the tenants beside those whose own setting is `canary`."""
+    """What the store says: the pins, and the tenants beside those whose own setting is `canary`.
+
+    `strangers` are those whom the engine process `instance` has been there for, through any gate since it started,
+    without their being on the allowlist: names, or `EVERYBODY`.
+    """
 
     pins: tuple[Pin, ...] = ()
     widened: frozenset[str] = frozenset()
+    instance: str | None = None
+    strangers: frozenset[str] = frozenset()
 
     def pin_of(self, profile: EngineProfile) -> Pin | None:
         """The pin of this very process, if it has one."""
@@ -91,6 +101,11 @@ class Sharers:
     dedicated_to: frozenset[str] = frozenset()
     unlisted: frozenset[str] = frozenset()
 
+    @property
+    def strangers(self) -> frozenset[str]:
+        """Those who are served without being on the list."""
+        return self.unlisted if self.dedicated_to else frozenset({EVERYBODY})
+
 
 def is_listed(tenant: Tenant, state: CanaryState | None) -> bool:
     """Whether a tenant is on the allowlist: by its own setting, or because the list was widened."""
@@ -105,8 +120,8 @@ def why_off(
     1. The suite's own tenant has what each of its requests asks for (`asked`, a body with `cache_prompt: true`): it
        must measure before a pin.
     2. The tenant is on the allowlist. While nobody knows what the store says, nobody is.
-    3. The engine serves nobody else but tenants who are on it too: what anyone leaves in a slot can be found by
-       whoever may reuse (docs/adr/0001-reuse-isolation.md).
+    3. The engine serves nobody else but tenants who are on it too, and this process never did: what anyone leaves in
+       a slot can be found by whoever may reuse (docs/adr/0001-reuse-isolation.md).
     4. This very process is pinned: same fingerprint, same instance.
     """
     if tenant.reuse is ReusePolicy.SUITE:  # 1
@@ -115,7 +130,7 @@ def why_off(
         return "the store is out, so nobody knows what is pinned"
     if not is_listed(tenant, state):
         return "the tenant is not on the canary allowlist"
-    return _why_shared(tenant, sharers) or _why_unpinned(state, profile)
+    return _why_shared(tenant, sharers) or _why_unclean(state, profile) or _why_unpinned(state, profile)
 
 
 def _why_shared(tenant: Tenant, sharers: Sharers) -> str | None:  # 3
@@ -126,9 +141,20 @@ def _why_shared(tenant: Tenant, sharers: Sharers) -> str | None:  # 3
     return None
 
 
-def _why_unpinned(state: CanaryState, profile: EngineProfile) -> str | None:  # 4
+def _why_unclean(state: CanaryState, profile: EngineProfile) -> str | None:  # 3
     if profile.instance is None:
         return "the engine shows nothing that tells its process from the next, so it cannot be pinned"
+    if state.instance != profile.instance:
+        return "the engine has just been replaced"
+    if state.strangers:
+        who = "everybody" if EVERYBODY in state.strangers else ", ".join(sorted(state.strangers))
+        return (
+            f"this engine process has served {who} off the allowlist, and what they said is in its slots: restart it"
+        )
+    return None
+
+
+def _why_unpinned(state: CanaryState, profile: EngineProfile) -> str | None:  # 4
     if state.pin_of(profile) is None:
         return "this engine process is not pinned by a suite that passed on it"
     return None

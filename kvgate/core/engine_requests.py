@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvgate.core.histogram import Length
-from kvgate.core.startup_log import LINE_CHARS_MAX, sentences
+from kvgate.core.profile import MIB
+from kvgate.core.startup_log import LINE_CHARS_MAX, StartupLog, sentences
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,9 +29,6 @@ _KV: Final = re.compile(
     _PREFIX + r"llama_kv_cache\w*: size =\s*([\d.]+) MiB \(\s*(\d+) cells,\s*\d+ layers,\s*\d+/(\d+) seqs\)"
 )
 _TRAINED: Final = re.compile(_PREFIX + r"print_info: n_ctx_train\s+= (\d+)")
-_SLOTS: Final = re.compile(_PREFIX + r"srv\s+load_model: initializing, n_slots = (\d+), n_ctx_slot = (\d+),")
-
-MIB: Final = 1024 * 1024
 
 OPEN_MAX: Final = 4096
 
@@ -55,14 +53,20 @@ class EngineRequests:
         self.lengths: list[Length] = []
         self.cost: KvCost | None = None
         self.n_ctx_train: int | None = None
-        self.n_ctx_slot: int | None = None
+        self._startup = StartupLog()
         self._outputs: dict[tuple[str, str], int] = {}
         self._last: tuple[str, str] | None = None
+
+    @property
+    def n_ctx_slot(self) -> int | None:
+        """Of the latest start, where the log has one."""
+        return None if self._startup.facts is None else self._startup.facts.n_ctx_slot
 
     def feed(self, lines: Iterable[str]) -> None:
         """Read further lines, in order."""
         for line in lines:
             if len(line) <= LINE_CHARS_MAX:
+                self._startup.feed([line])
                 for sentence in sentences(line):
                     self._feed(sentence)
 
@@ -85,8 +89,6 @@ class EngineRequests:
             self.cost = None
         elif found := _TRAINED.match(line):
             self.n_ctx_train = int(found[1])
-        elif found := _SLOTS.match(line):
-            self.n_ctx_slot = int(found[2])
 
     def _note(self, output_tokens: int) -> None:
         if self._last is not None and len(self._outputs) < OPEN_MAX:

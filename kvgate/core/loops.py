@@ -18,7 +18,7 @@ from collections import deque
 from enum import StrEnum
 from typing import Final
 
-STEP_CHARS: Final = 512
+STEP_CHARS: Final = 128
 """So much text is new at every look for repeated text and lines."""
 
 WORDS_STEP_CHARS: Final = 4096
@@ -30,12 +30,14 @@ WINDOW_CHARS: Final = 4096
 NEEDLE_CHARS: Final = 24
 
 REPEATS_MIN: Final = 4
-REPEATED_CHARS_MIN: Final = 800
+REPEATED_CHARS_MIN: Final = 640
 """A piece counts as repeated over and over where it stands so often, and fills so much, at the very end."""
 
 SHORT_UNIT_CHARS: Final = 8
+UNIT_LETTERS_MIN: Final = 4
 SHORT_REPEATED_CHARS_MIN: Final = 2048
-"""Rules, fills, zeros and blanks are long runs of short pieces; they need more."""
+"""Rules, fills and zeros are long runs of short pieces, pictures and encoded zeros of pieces with hardly a letter in
+them; they need more."""
 
 LINES_KEPT: Final = 40
 LINES_NEW_MAX: Final = 4
@@ -62,6 +64,26 @@ class Loop(StrEnum):
     TEXT = "text"
     LINE = "line"
     WORDS = "words"
+
+
+GLANCES: Final = 6
+GLANCE_CHARS: Final = 24
+GLANCED_CHARS_MAX: Final = 2048
+"""A glance compares so many places, each of so many characters, with so much text of earlier glances."""
+
+
+class Glances:
+    """Takes a glance at pieces of a text that are far apart, to tell whether it is worth a closer look."""
+
+    def __init__(self) -> None:
+        self._before = ""
+
+    def is_new(self, text: str) -> bool:
+        """Whether none of a few places in this piece stood anywhere before, in it or in the pieces before it."""
+        known = self._before = (self._before + "\n" + text)[-GLANCED_CHARS_MAX:]
+        step = max(len(text) // GLANCES, GLANCE_CHARS)
+        places = (text[at : at + GLANCE_CHARS] for at in range(0, len(text) - GLANCE_CHARS + 1, step))
+        return all(known.find(place, known.find(place) + 1) < 0 for place in places)
 
 
 class LoopWatch:
@@ -128,7 +150,8 @@ def repeats(text: str) -> bool:
     if before < 0 or len(needle) < NEEDLE_CHARS:
         return False
     unit = len(text) - NEEDLE_CHARS - before
-    least = SHORT_REPEATED_CHARS_MIN if unit <= SHORT_UNIT_CHARS else REPEATED_CHARS_MIN
+    is_plain = unit <= SHORT_UNIT_CHARS or len(set(_LETTERS.findall(text[-unit:]))) < UNIT_LETTERS_MIN
+    least = SHORT_REPEATED_CHARS_MIN if is_plain else REPEATED_CHARS_MIN
     length = max(least, unit * REPEATS_MIN)
     # A text repeats itself every `unit` characters where it equals itself, so many characters further on.
     return length <= len(text) and text[-length:-unit] == text[-length + unit :]

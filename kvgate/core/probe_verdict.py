@@ -227,7 +227,8 @@ def _is_slow(seen: Seen, pace: Pace) -> bool:
 def loops(pieces: Sequence[str]) -> bool:
     """Whether an answer that is over ends in one piece over and over, for at least half of it.
 
-    For whole answers, also short ones, token by token. A stream is watched by other means.
+    For whole answers of a test, also short ones, token by token; `core.loops` watches users' streams, where a
+    refrain of fifty tokens must be no loop.
     """
     for unit in range(1, min(LOOP_UNIT_TOKENS_MAX, len(pieces) // LOOP_REPEATS_MIN) + 1):
         same = 0

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvgate.core.profile import EngineProfile
-    from kvgate.core.reuse_cases import Case, Step
+    from kvgate.core.reuse_case import Case, Step
 
 SUITE_VERSION: Final = 1
 """Of the cases and of this judgement together: a pin says by which it was earned."""
@@ -20,8 +20,8 @@ SUITE_VERSION: Final = 1
 MARGIN: Final = 4.0
 """So many times the noise is no noise any more."""
 
-FLOOR_NATS: Final = 1.0
-"""The least threshold, a factor of e in probability: noise is measured at few tokens, and others have more of it."""
+FLOOR_NATS: Final = 1.5
+"""The least threshold, a factor of 4.5 in probability: noise is measured at few tokens, others have more of it."""
 
 SIGHT: Final = 2.0
 """A changed needle must show by so many thresholds, else the case could not have seen corruption."""

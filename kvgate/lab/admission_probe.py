@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvgate.core.probe_verdict import Seen, Verdict, judge, loops, room_of
 from kvgate.lab.asking import CannotAsk
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from kvgate.core.probe_verdict import Pace
     from kvgate.lab.asking import Asked, Heard
 
-CONTROL_PROMPT_TOKENS = 64
+CONTROL_PROMPT_TOKENS: Final = 64
+
+BUSY_S: Final = 2.0
+LOOK_EVERY_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +87,18 @@ async def busy_slots(asked: Asked) -> int:
 async def refuse_busy(asked: Asked) -> None:
     """Probes fill slots and pools: on a busy engine they would stall or kill its users' answers.
 
+    A slot whose answer is over may be shown at work for a moment longer, so a busy one is looked at again.
+
     Raises:
         CannotAsk: it is busy, or does not show whether it is.
     """
-    if busy := await busy_slots(asked):
+    busy = await busy_slots(asked)
+    for _ in range(round(BUSY_S / LOOK_EVERY_S)):
+        if not busy:
+            return
+        await asyncio.sleep(LOOK_EVERY_S)
+        busy = await busy_slots(asked)
+    if busy:
         raise CannotAsk(
             f"{asked.name} at {asked.url} is busy ({busy} slots at work): this would stall or kill its users' "
             "answers; ask when it is idle"
@@ -139,14 +150,15 @@ class _Bench:
         )
         prompts = [await prompt_of(self.asked, prompt_tokens, seed) for seed in range(at_once)]
         heard = await asyncio.gather(*(self.asked.complete(prompt, asked_tokens) for prompt in prompts))
-        seen = [_seen(one, asked_tokens, room, by_gate=self.by_gate) for one in heard]
+        seen = [seen_of(one, asked_tokens, room, by_gate=self.by_gate) for one in heard]
         verdicts = judge(seen, self.pace, control_loops=self.control_loops)
         self.say(f"{name}: {', '.join(sorted({verdict.label for verdict in verdicts}))}")
         target = "gate" if self.by_gate else "engine"
         return Run(target, at_once, prompt_tokens, asked_tokens, tuple(verdicts), tuple(heard))
 
 
-def _seen(heard: Heard, asked_tokens: int, room_tokens: int, *, by_gate: bool) -> Seen:
+def seen_of(heard: Heard, asked_tokens: int, room_tokens: int, *, by_gate: bool) -> Seen:
+    """An answer as the verdicts look at it."""
     return Seen(
         status=heard.status,
         pieces=heard.pieces,
@@ -180,6 +192,7 @@ def fields_of(run: Run, known: Slots) -> dict[str, Any]:
             {
                 "verdict": verdict.label,
                 "status": heard.status,
+                "prompt_tokens": heard.prompt_tokens,
                 "output_tokens": heard.output_tokens,
                 "ttft_s": _rounded(heard.ttft_s),
                 "tokens_per_second": _rounded(heard.tokens_per_second),

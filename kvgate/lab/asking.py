@@ -39,6 +39,7 @@ class Heard:
         problem: the error in the answer, or what broke; empty where none.
         problem_code: the error's code, such as context_length_exceeded.
         begun_s, first_s, ended_s: moments on the event loop's clock; `first_s` of the first token.
+        moments_s: of each piece, in seconds since the request.
         timings: llama.cpp's own, in its words.
         headers: of the answer.
     """
@@ -54,6 +55,7 @@ class Heard:
     begun_s: float = 0.0
     first_s: float | None = None
     ended_s: float = 0.0
+    moments_s: tuple[float, ...] = ()
     timings: dict[str, Any] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
 
@@ -126,13 +128,13 @@ class Asked:
             raise CannotAsk(f"{self.name} at {self.url} answers {path} with {status}: {_problem(answer)[0]}")
         return answer
 
-    async def tokens_of(self, text: str) -> list[int]:
-        """A text's token ids, with the BOS that a real prompt would get.
+    async def tokens_of(self, text: str, *, inside: bool = False) -> list[int]:
+        """A text's token ids, with the BOS that a real prompt would get; none where it stands inside of one.
 
         Raises:
             CannotAsk: as `get`.
         """
-        answer = await self.post("/tokenize", {"content": text, "add_special": True})
+        answer = await self.post("/tokenize", {"content": text, "add_special": not inside})
         tokens = answer.get("tokens") if isinstance(answer, dict) else None
         if not isinstance(tokens, list):
             raise CannotAsk(f"{self.name} at {self.url} has no tokenizer")
@@ -173,6 +175,7 @@ class _Hearing:
         self._first_s: float | None = None
         self._head: Head | None = None
         self._pieces: list[str] = []
+        self._moments_s: list[float] = []
         self._last: dict[str, Any] = {}
         self._problem = ("", "")
 
@@ -203,8 +206,10 @@ class _Hearing:
         if "error" in said:
             self._problem = _problem(said)
         if isinstance(piece := said.get("content"), str) and piece:
+            now_s = self._clock()
             if self._first_s is None:
-                self._first_s = self._clock()
+                self._first_s = now_s
+            self._moments_s.append(now_s - self._begun_s)
             self._pieces.append(piece)
         if said.get("stop") is True:
             self._last = said
@@ -225,6 +230,7 @@ class _Hearing:
             begun_s=self._begun_s,
             first_s=self._first_s,
             ended_s=self._clock(),
+            moments_s=tuple(self._moments_s),
             timings=timings if isinstance(timings := last.get("timings"), dict) else {},
             headers=dict(head.headers) if head is not None else {},
         )

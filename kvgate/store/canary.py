@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 from dataclasses import asdict, dataclass, replace
@@ -13,7 +14,7 @@ from kvgate.store.errors import StoreUnavailable, store_errors
 from kvgate.store.records import PREFIX, script_of, text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvgate.store.client import StoreClient
 
@@ -27,6 +28,10 @@ EVENTS_MAX: Final = 200
 
 PINS_MAX: Final = 64
 """Processes that are gone leave their pins behind; beyond so many the oldest are dropped."""
+
+
+SERVED_TTL_S: Final = 30 * 24 * 3600
+"""An engine process of which no gate was heard for so long is forgotten."""
 
 
 class NotPinned(ValueError):
@@ -65,6 +70,7 @@ class CanaryStore:
     def __init__(self, client: StoreClient, *, prefix: str = PREFIX, timeout_s: float = 2.0) -> None:
         self._client: Any = client  # redis-py types every answer as "awaitable or not"
         self._keys = [f"{prefix}:canary:{name}" for name in ("pins", "widened", "reports", "events")]
+        self._served = f"{prefix}:canary:served:"
         self._claim_key = f"{prefix}:canary:running"
         self._timeout_s = timeout_s
         self._change = script_of(client, "canary.lua")
@@ -123,6 +129,21 @@ class CanaryStore:
             async with asyncio.timeout(self._timeout_s):
                 return bool(await self._client.set(self._claim_key, "1", nx=True, px=int(seconds * 1000)))
 
+    async def note_strangers(self, instance: str, strangers: frozenset[str]) -> frozenset[str]:
+        """Write down whom an engine process serves off the allowlist; all that it ever served so, by any gate.
+
+        Raises:
+            StoreUnavailable: the store failed.
+        """
+        key = self._served + hashlib.sha256(instance.encode()).hexdigest()[:32]
+        with store_errors("noting whom the engine serves"):
+            async with asyncio.timeout(self._timeout_s), self._client.pipeline(transaction=True) as pipe:
+                if strangers:
+                    pipe.sadd(key, *strangers)
+                pipe.expire(key, SERVED_TTL_S).smembers(key)
+                *_, found = await pipe.execute()
+        return frozenset(map(text_of, found))
+
     async def state(self) -> CanaryState:
         """What is in force.
 
@@ -165,18 +186,27 @@ class CanaryWatch:
         self._store = store
         self.state: CanaryState | None = None
         """None while nobody knows what is pinned: then nobody reuses."""
+        self.serving: Callable[[CanaryState], tuple[str | None, frozenset[str]]] = lambda _: (None, frozenset())
+        """The engine process that this gate serves with, and whom off the allowlist."""
 
     async def refresh(self) -> None:
-        """Look once."""
+        """Look once, and tell the store of strangers, so that no gate lets anybody read what they leave."""
+        before = self.state
         try:
-            before, self.state = self.state, await self._store.state()
-            if self.state != before:
-                pinned = sorted({pin.fingerprint for pin in self.state.pins})
-                _log.info("prefix reuse", extra={"pinned": pinned, "widened": sorted(self.state.widened)})
+            state = await self._store.state()
+            instance, strangers = self.serving(state)
+            if instance is not None:
+                noted = await self._store.note_strangers(instance, strangers)
+                state = replace(state, instance=instance, strangers=noted)
         except StoreUnavailable as problem:
-            if self.state is not None:
+            if before is not None:
                 _log.warning("store out, prefix reuse is off for everybody", extra={"problem": str(problem)})
             self.state = None
+            return
+        self.state = state
+        if before is None or (before.pins, before.widened) != (state.pins, state.widened):
+            pinned = sorted({pin.fingerprint for pin in state.pins})
+            _log.info("prefix reuse", extra={"pinned": pinned, "widened": sorted(state.widened)})
 
     async def watch(self, interval_s: float = 0.5) -> None:
         """Look every `interval_s` seconds until cancelled."""

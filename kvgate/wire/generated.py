@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from typing import TYPE_CHECKING, Final
 
-from kvgate.core.loops import Loop, LoopWatch
+from kvgate.core.loops import Glances, Loop, LoopWatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-READS_MAX: Final = 64
-BYTES_MAX: Final = 256 * 1024
-"""So much of a stream is looked at together: event by event it would cost several times as much."""
+LOOK_BYTES: Final = 8 * 1024
+"""So much of a stream is read together, some thirty tokens: event by event it would cost several times as much."""
+
+PERIOD_BYTES: Final = 32 * 1024
+"""Of so much one look is taken while nothing repeats itself."""
+
+SUSPECTED_BYTES: Final = 512 * 1024
+"""Where something does, so much is read whole."""
+
+EVENT_BYTES_MAX: Final = 256 * 1024
+"""A longer event is no token, and is not kept to be read."""
 
 WHOLE_BYTES_MIN: Final = 800
 """A shorter answer is not looked at: no loop is found in so little."""
@@ -26,8 +35,8 @@ def members(*names: str) -> tuple[re.Pattern[bytes], ...]:
 
     Within a string every quote is escaped, so nothing that a text says looks like a member.
     """
-    value = rb':"([^"\\]*(?:\\.[^"\\]*)*)"'
-    return tuple(re.compile(b'"' + name.encode() + b'"' + value, re.DOTALL) for name in names)
+    value = rb'": ?"([^"\\]*(?:\\.[^"\\]*)*)"'
+    return tuple(re.compile(b'"' + name.encode() + value, re.DOTALL) for name in names)
 
 
 def text_of(values: Sequence[bytes]) -> str:
@@ -38,51 +47,66 @@ def text_of(values: Sequence[bytes]) -> str:
         return ""
 
 
-def _compact(data: bytes) -> bytes:
-    """JSON without the blank that some servers write between a name and a string; strings stay as they are."""
-    return data.replace(b'": "', b'":"') if b'": "' in data[:1024] else data
-
-
 class StreamWatch:
-    """Looks for loops in a stream: given its bytes, it reads them together from time to time.
+    """Looks for loops in a stream.
+
+    It takes a look from time to time, and only where that shows something that was there before, it reads on without
+    a gap until it is sure. A loop does not end, so it is found all the same; most text is never read.
 
     Args:
         members: where the stream has its text, made by `members`; none where it has none.
-        sequences: how many answers it may have, told apart by their index.
+        sequences: how many answers it may have, told apart by their index; several are read whole.
     """
 
     def __init__(self, members: tuple[re.Pattern[bytes], ...], sequences: int) -> None:
         self._members = members
         self._used = members[:1]
+        self._glances = Glances()
         self._watches = [LoopWatch() for _ in range(sequences)]
         self._pieces: list[bytes] = []
-        self._bytes = 0
+        self._seen_bytes = 0
+        self._from_bytes = LOOK_BYTES if sequences == 1 else 0
+        self._look_at_bytes = self._from_bytes + LOOK_BYTES
+        self._suspected_until = 0 if sequences == 1 else sys.maxsize
         self.found: Loop | None = None
 
     def take(self, data: bytes) -> Loop | None:
         """Further bytes of the stream, as they came; what was found until now."""
-        self._pieces.append(data)
-        self._bytes += len(data)
-        if len(self._pieces) >= READS_MAX or self._bytes >= BYTES_MAX:
-            self.look()
+        if self.found is not None:
+            return self.found
+        self._seen_bytes += len(data)
+        if self._seen_bytes > self._from_bytes:
+            self._pieces.append(data)
+            if self._seen_bytes > self._look_at_bytes:
+                self.look()
         return self.found
 
     def look(self) -> Loop | None:
-        """Read what was not read yet, as far as its events are whole."""
+        """Read what was gathered, as far as its events are whole; at the stream's end, what was found."""
         data = b"".join(self._pieces)
         if b"\r\n" in data[:1024]:
             data = data.replace(b"\r\n", b"\n")
         data, _, rest = data.rpartition(b"\n\n")
-        self._pieces, self._bytes = [rest], len(rest)
-        if self._bytes >= BYTES_MAX:
-            self._pieces, self._bytes = [], 0  # one event that is no token
+        self._pieces = [rest] if len(rest) < EVENT_BYTES_MAX else []
+        self._look_at_bytes = self._seen_bytes + LOOK_BYTES
         if self.found is None and data:
-            data = _compact(data)
-            if len(self._watches) == 1:
-                self.found = self._watches[0].feed(self._text(data))
-            else:
-                self._look_at_each(data)
+            self._read(data)
         return self.found
+
+    def _read(self, data: bytes) -> None:
+        if len(self._watches) > 1:
+            self._look_at_each(data)
+            return
+        text = self._text(data)
+        if self._seen_bytes > self._suspected_until:
+            if self._glances.is_new(text):
+                self._pieces = []
+                self._from_bytes = self._seen_bytes + PERIOD_BYTES - LOOK_BYTES
+                self._look_at_bytes = self._from_bytes + LOOK_BYTES
+                return
+            self._suspected_until = self._seen_bytes + SUSPECTED_BYTES
+            self._watches = [LoopWatch()]
+        self.found = self._watches[0].feed(text)
 
     def _text(self, data: bytes) -> str:
         """The text in these events: under the name that had it last, unless most of them have it elsewhere."""
@@ -110,7 +134,6 @@ def loop_in(body: bytes, members: tuple[re.Pattern[bytes], ...]) -> Loop | None:
     """The first loop in the texts of a whole answer."""
     if len(body) < WHOLE_BYTES_MIN:
         return None
-    body = _compact(body)
     for member in members:
         for value in member.findall(body):
             if (found := LoopWatch().feed(text_of([value]))) is not None:

@@ -79,6 +79,7 @@ def _gaps(figure: Any, workload: Workload, results: Sequence[Result], path: Path
     for bound in bounds:
         axis.axhline(bound, color="black", linestyle="--", linewidth=1, label="the bound")
     axis.set_yscale("symlog", linthresh=100)
+    axis.set_ylim(bottom=0)
     axis.set_xlabel("minutes")
     axis.set_ylabel("largest gap in service / weight")
     axis.grid(alpha=0.25)

@@ -24,6 +24,7 @@ UNBOUNDED: Final = Quota(queue_max=1 << 40)
 HEAD_OF_LINE: Final = "behind the first in line"
 DRAIN: Final = "draining for one that was passed"
 PREFILL: Final = "enough prompt tokens in flight"
+SPOT: Final = "spot tenants go after all others"
 GUARANTEED: Final = "guaranteed to others"
 
 
@@ -124,18 +125,19 @@ class Fair:
         )
 
     def held_back(self) -> str:
-        """A drain, the cap on prompt tokens in flight, or a guarantee that its owner makes no full use of."""
+        """A drain, the cap on prompt tokens in flight, or tiers."""
         if self.ledger.is_clearing():
             return DRAIN
         if self.ledger.rule.prefill_tokens_max is not None and self.ledger.fair_view(0.0).prefill_tokens:
             return PREFILL
         view = self.ledger.view()
-        running = dict(view.running_by_tenant)
+        running, cells = dict(view.running_by_tenant), dict(view.held_tokens_by_tenant)
         for name, share in self._shares.items():
             part = guaranteed_part(share.guaranteed_ppm, self.ledger.pool)
-            if running.get(name, 0) < part.slots:
+            if running.get(name, 0) < part.slots or cells.get(name, 0) < part.tokens:
                 return GUARANTEED
-        return ""
+        spots = any(self._shares[name].tier is Tier.SPOT for name, _ in view.waiting_by_tenant)
+        return SPOT if spots else ""
 
     def ruling(self, now_s: float) -> Ruling:
         """What its figures say."""

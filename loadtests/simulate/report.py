@@ -13,25 +13,18 @@ if TYPE_CHECKING:
     from loadtests.simulate.results import Result, TenantResult
     from loadtests.simulate.workloads import Workload
 
-POLICY_HEAD: Final = (
+FAIR_HEAD: Final = ("policy", "jain", "tenths", "gap", "bound", "gap/bound", "starved s", "drains", "bypasses")
+WORK_HEAD: Final = (
     "policy",
-    "jain",
-    "(tenths)",
-    "gap",
-    "bound",
-    "gap/bound",
     "tokens/s",
     "busy",
     "wait p50",
     "p95",
     "max s",
-    "starved s",
     "ms/token",
     "refused",
     "idle s",
     "held back s",
-    "drains",
-    "bypasses",
 )
 TENANT_HEAD: Final = (
     "tenant",
@@ -63,7 +56,9 @@ def report(workload: Workload, results: Sequence[Result], tenants_shown: int) ->
         f"== {workload.name}: {workload.about}",
         setting,
         "",
-        table(POLICY_HEAD, [policy_row(found) for found in results]),
+        table(FAIR_HEAD, [_fair_row(found) for found in results]),
+        "",
+        table(WORK_HEAD, [_work_row(found) for found in results]),
     ]
     parts += [said for found in results for said in _voided(found)]
     for found in results:
@@ -80,10 +75,8 @@ def report(workload: Workload, results: Sequence[Result], tenants_shown: int) ->
     return "\n".join(parts)
 
 
-def policy_row(found: Result) -> list[str]:
-    """One policy's line."""
+def _fair_row(found: Result) -> list[str]:
     ruling, bound = found.ruling, found.ruling.bound
-    held_back = sum(seconds for reason, seconds in found.idle_slot_s.items() if reason)
     return [
         found.policy,
         f"{found.jain:.3f}",
@@ -91,18 +84,25 @@ def policy_row(found: Result) -> list[str]:
         number(found.gap),
         "-" if bound is None else number(bound),
         "-" if bound is None else f"{found.gap / bound:.2f}",
+        number(found.starved.starved_s),
+        str(ruling.drains),
+        str(ruling.bypasses),
+    ]
+
+
+def _work_row(found: Result) -> list[str]:
+    held_back = sum(seconds for reason, seconds in found.idle_slot_s.items() if reason)
+    return [
+        found.policy,
         number(found.tokens_per_s),
         percent(found.slots_busy),
         number(found.wait_s.p50),
         number(found.wait_s.p95),
         number(found.wait_s.most),
-        number(found.starved.starved_s),
         number(found.token_s.p95 * 1e3),
         str(sum(found.refused.values())),
         number(found.idle_for_nothing_s),
         number(held_back),
-        str(ruling.drains),
-        str(ruling.bypasses),
     ]
 
 

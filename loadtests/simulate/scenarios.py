@@ -122,6 +122,13 @@ def flood(seed: int) -> Workload:
     return Workload("flood", said(flood), SMALL, (guaranteed(victim), flooder), 15 * MINUTE_S, seed)
 
 
+def blocked(seed: int) -> Workload:
+    """Forty tenants whose requests each need three quarters of the pool, and four that chat; all always wait."""
+    large = [Sender(f"large{at + 1}", (), Lengths.always(12_000), Lengths.always(64), standing=1) for at in range(40)]
+    chats = [Sender(f"chat{at + 1}", (), CHAT_PROMPTS, CHAT_OUTPUTS, standing=2) for at in range(4)]
+    return Workload("blocked", said(blocked), SMALL, (*large, *chats), 10 * MINUTE_S, seed)
+
+
 def crowd(seed: int, tenants: int = 1000) -> Workload:
     """Many tenants: the n-th sends n to the power of -0.7 as much as the first; together 1.5 times what is served."""
     kind = _Kind(LARGE, tenants, poisson=True)
@@ -141,6 +148,7 @@ SCENARIOS: Final[dict[str, Callable[[int], Workload]]] = {
     "heavy-tailed": heavy_tailed,
     "weights": weights,
     "flood": flood,
+    "blocked": blocked,
     "crowd": crowd,
 }
 

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvgate.core.canary import CanaryState, Figures, SuiteReport
-from kvgate.store.canary import EVENTS_MAX, PINS_MAX, REPORTS_MAX, CanaryStore, CanaryWatch, NotPinned
+from kvgate.store.canary import (
+    EVENTS_MAX,
+    PINS_MAX,
+    REPORTS_MAX,
+    SERVED_TTL_S,
+    CanaryStore,
+    CanaryWatch,
+    NotPinned,
+)
 from kvgate.store.errors import StoreUnavailable
 
 if TYPE_CHECKING:
@@ -117,6 +125,38 @@ async def test_what_another_version_wrote_is_no_pin(client: Any) -> None:
     view = await store.view()
     assert [pin.fingerprint for pin in view.state.pins] == ["f1"]
     assert view.reports == ()
+
+
+async def test_whom_a_process_served_is_never_forgotten_while_a_gate_looks(client: Any) -> None:
+    """Every gate reads what any of them wrote; another process is clean."""
+    store = CanaryStore(client)
+    assert await store.note_strangers("<one>", frozenset()) == frozenset()
+    assert await store.note_strangers("<one>", frozenset({"beta"})) == {"beta"}
+    assert await store.note_strangers("<one>", frozenset({"*"})) == {"beta", "*"}
+    assert await store.note_strangers("<one>", frozenset()) == {"beta", "*"}
+    assert await store.note_strangers("<two>", frozenset()) == frozenset()
+    (key,) = await client.keys("*served*")
+    assert SERVED_TTL_S - 60 < await client.ttl(key) <= SERVED_TTL_S
+
+
+def strangers_of(gate: CanaryWatch) -> set[str]:
+    assert gate.state is not None
+    return set(gate.state.strangers)
+
+
+async def test_a_gate_that_looks_tells_whom_it_serves(client: Any) -> None:
+    """With the allowlist as it is now, so that who was just put on it is no stranger."""
+    gates = [CanaryWatch(CanaryStore(client)) for _ in range(2)]
+    gates[0].serving = lambda state: ("<one>", frozenset({"beta"}) - state.widened)
+    gates[1].serving = lambda _: ("<one>", frozenset())
+    await CanaryStore(client).widen(["beta"], by="ann")
+    for gate in gates:
+        await gate.refresh()
+    assert [strangers_of(gate) for gate in gates] == [set(), set()]
+    await CanaryStore(client).widen(["beta"], by="ann", narrow=True)
+    for gate in gates:
+        await gate.refresh()
+    assert [strangers_of(gate) for gate in gates] == [{"beta"}, {"beta"}]
 
 
 async def test_an_outage_is_reuse_off_until_the_store_is_back(store: EmbeddedValkey, client: Any) -> None:

@@ -103,6 +103,39 @@ async def test_another_layout_is_refused_and_not_touched(client: Any, scripts: L
     assert await client.hgetall(f"{scripts.prefix}:state") == before
 
 
+async def test_the_first_gate_of_this_version_takes_over_what_the_one_before_left(
+    client: Any, scripts: LedgerScripts
+) -> None:
+    """What is held stays counted and can be given back; tickets of gates that can ask no more are gone."""
+    for name in ("a", "b", "c"):
+        await reserve(scripts, name, "t", Quota(concurrency_max=2))
+    prefix = scripts.prefix
+    for lease_id in ("a", "b"):  # as the version before wrote them
+        record = json.loads(await client.hget(f"{prefix}:leases", lease_id))
+        old = {name: value for name, value in record.items() if name not in {"weight", "service", "prefill"}}
+        await client.hset(f"{prefix}:leases", lease_id, json.dumps(old))
+    kept = {"running": 2, "cells": 200, "waiting": 1}
+    await client.hset(f"{prefix}:tenants", "t", json.dumps(kept))
+    await client.hdel(f"{prefix}:state", "prefill", "last", "void_quota")
+    await client.hset(f"{prefix}:state", "layout", "1")
+    with pytest.raises(StoreUnavailable, match="layout 1"):
+        await scripts.run("view")
+    await scripts.run("join", gate="n", pool=pool_json(POOL), ttl=60_000, drain_max=60_000, server="run", knew=False)
+    view = view_of(await scripts.run("view"))
+    assert (view.running, view.held_tokens, view.waiting) == (2, 200, 0)
+    assert (await scripts.run("claim", id="c")).get("waiting") is None
+    await reserve(scripts, "d", "u")
+    await scripts.run("renew", gate="n", held=[{"id": "a", "handed_age": 5, "output": 3}], sent=0)
+    found = await scripts.run(
+        "settle", id="a", ended=True, handed_age=5, used={"prompt": 50, "cached": 0, "output": 9}
+    )
+    assert found["granted"] == ["d"]
+    await scripts.run("settle", id="b", ended=True, handed_age=5)
+    await scripts.run("settle", id="d", ended=True)
+    found = await scripts.run("view")
+    assert (view_of(found).running, found["fair"]["prefill"]) == (0, 0)
+
+
 async def test_a_server_that_forgot_the_scripts_is_told_them_again(client: Any, scripts: LedgerScripts) -> None:
     """After a SCRIPT FLUSH, a restart or a failover (redis-py issue 3935)."""
     await reserve(scripts, "a", "t")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvgate.core.tenant import Limits, OnOverflow, Quota, Tenant
+from kvgate.core.tenant import Limits, OnOverflow, Quota, Share, Tenant, Tier
 from kvgate.store.client import connect
 from kvgate.store.embedded import EmbeddedValkey
 from kvgate.store.errors import StoreUnavailable
@@ -20,6 +20,7 @@ from kvgate.store.registry import (
     Declared,
     DeclaredTenant,
     NotDone,
+    OverGuaranteed,
     Registry,
     TenantsConflict,
     UnknownKey,
@@ -449,3 +450,19 @@ def test_whatever_happens_the_store_holds_what_the_rule_says(url: str, story: li
                     assert await contents(client) == before
 
     asyncio.run(tell())
+
+
+async def test_more_than_the_whole_is_not_guaranteed_whoever_declares_it(registry: Registry) -> None:
+    """The shares of two files together; nothing is written, a dry run says the same, and less is taken."""
+
+    def owning(name: str, ratio: float) -> dict[str, DeclaredTenant]:
+        return {name: DeclaredTenant(Tenant(name, share=Share(2.0, Tier.GUARANTEED, ratio)))}
+
+    await registry.apply(owning("a", 0.6), FILE)
+    for dry_run in (True, False):
+        with pytest.raises(OverGuaranteed, match=r"together is 1.1, .* \(a 0.6, b 0.5\)"):
+            await registry.apply(owning("b", 0.5), OTHER, dry_run=dry_run)
+    await registry.apply(owning("a", 0.5), FILE)
+    await registry.apply(owning("b", 0.5), OTHER)
+    found = await registry.read()
+    assert [record.tenant and record.tenant.share.guaranteed_ratio for record in found.tenants.values()] == [0.5, 0.5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import time
@@ -16,6 +17,9 @@ from kvgate.store.embedded import EmbeddedValkey
 from tests.e2e.ask import WORDS, post
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from kvgate.lab.engine_process import EngineProcess
     from tests.e2e.ask import Answer
     from tests.e2e.conftest import RunningGate
 
@@ -42,17 +46,24 @@ async def record(gate: RunningGate, *, passed: bool = True, pin: bool = False) -
     report = SuiteReport(
         engine["fingerprint"], engine["profile"]["instance"], 1, passed, 9, 0 if passed else 2, FIGURES, time.time()
     )
+    async with store_of(gate) as store:
+        await store.report(report)
+        if pin:
+            await store.pin(report, by="e2e")
+    return report
+
+
+@contextlib.asynccontextmanager
+async def store_of(gate: RunningGate) -> AsyncIterator[CanaryStore]:
+    """The pins in the store that a gate embeds."""
     embedded = EmbeddedValkey(gate.log_path.parent / ".kvgate")
     await embedded.start()
     client = connect(embedded.url)
     try:
-        await CanaryStore(client).report(report)
-        if pin:
-            await CanaryStore(client).pin(report, by="e2e")
+        yield CanaryStore(client)
     finally:
         await client.aclose()
         await embedded.stop()
-    return report
 
 
 async def until_reuse(gate: RunningGate, tenant: str, *, on: bool) -> dict[str, Any]:
@@ -71,6 +82,20 @@ async def pinned(gate: RunningGate, tenant: str) -> None:
     """Reuse is on for a tenant of a gate."""
     await record(gate, pin=True)
     await until_reuse(gate, tenant, on=True)
+
+
+async def restarted(gate: RunningGate, engine: EngineProcess) -> None:
+    """Another process of the engine, and the gate has seen it."""
+
+    async def instance() -> str:
+        found: str = (await asyncio.to_thread(gate.status))["engine"]["profile"]["instance"]
+        return found
+
+    before = await instance()
+    await asyncio.to_thread(engine.restart)
+    async with asyncio.timeout(60):
+        while await instance() == before:  # noqa: ASYNC110 - the gate tells of no event
+            await asyncio.sleep(0.1)
 
 
 @dataclass

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvgate.lab.engine_process import EngineProcess
-from tests.e2e.canaries import REUSE_OFF, Talk, command, pinned, record, until_reuse
+from kvgate.store.embedded import EmbeddedValkey
+from tests.e2e.canaries import REUSE_OFF, Talk, command, pinned, record, restarted, until_reuse
 from tests.e2e.conftest import TABLES
 from tests.e2e.one_layer import one_layer
 
@@ -127,3 +128,26 @@ async def test_an_engine_swapped_under_traffic_reuses_nothing(
     assert gate.metric("kvgate_reuse_violations_total") == 0
     assert cached > 0
     await until_reuse(gate, "acme", on=False)
+
+
+@pytest.mark.timeout(120)
+async def test_an_engine_that_served_others_has_no_reuse_until_it_is_restarted(
+    engine: EngineProcess, gate: RunningGate, start_gate: StartGate
+) -> None:
+    """Another gate on the same store had the engine for everybody; what they said is in its slots still."""
+    await restarted(gate, engine)
+    await pinned(gate, "acme")
+    embedded = EmbeddedValkey(gate.log_path.parent / ".kvgate")
+    await embedded.start()
+    config = f'tenants_owner = "other"\n[engine]\nkv_topology = "divided"\n[store]\nurl = "{embedded.url}"\n'
+    other = await asyncio.to_thread(start_gate, engine.url, tenants={"gamma": ""}, config=config)
+    told = await until_reuse(gate, "acme", on=False)
+    assert "has served everybody off the allowlist" in told["tenants"]["acme"]
+    assert "restart it" in told["tenants"]["acme"]
+    assert await asyncio.to_thread(other.stop) == 0
+    await asyncio.sleep(1)
+    assert (await Talk(gate.url, "sk-acme", "after").turn()).headers["x-kvgate-reuse"] == "off"
+    await restarted(gate, engine)
+    await pinned(gate, "acme")
+    assert (await Talk(gate.url, "sk-acme", "after").turn()).headers["x-kvgate-reuse"] == "on"
+    await embedded.stop()

@@ -59,8 +59,23 @@ def test_chaos_runs_and_leaves_nothing_held() -> None:
     assert "0 overflows at the engine" in said
 
 
+@pytest.mark.timeout(400)
+def test_the_flood_against_a_guaranteed_slot_runs() -> None:
+    """A short one: everything is answered, and the goal is told beside what was reached; no time is asserted."""
+    said = ran("loadtests.fairness", "--asks", "2", "--flood", "2", timeout_s=380)
+    assert "requests refused: 0" in said
+    assert said.count(" x the goal") == 1
+
+
 def test_the_benchmark_of_the_ledger_runs() -> None:
     assert "pairs" in ran("loadtests.ledger_pairs", "--pairs", "40", "--waiting", "0,20", timeout_s=150)
+
+
+def test_the_benchmark_of_the_loop_guard_runs() -> None:
+    """Both paces, short; what it measures is for people to read."""
+    said = ran("loadtests.loop_guard", "--rounds", "2", "--streams", "2", "--events", "300", timeout_s=150)
+    assert [line.split()[0] for line in said.splitlines()] == ["alone", "paced", "flat"]
+    assert said.count("ratio") == 4
 
 
 @pytest.mark.timeout(400)
@@ -80,6 +95,15 @@ def test_the_comparison_of_proxies_runs(tmp_path: Path) -> None:
     assert fast["medians"]["kvgate, 1 worker"]["cpu_2k"] > 0
     assert all(found["errors"] == 0 and found["tokens_2"] > 0 for found in real["medians"].values())
     assert all(title in markdown.read_text() for title in BENCH_TITLES)
+
+
+def test_the_benchmark_of_reuse_runs() -> None:
+    """Two turns of each conversation: the second one reuses most of the first where reuse is on, and nothing else."""
+    said = ran("loadtests.reuse", "--turns", "2", "--words", "5", timeout_s=150)
+    rows = [line.split() for line in said.splitlines()[1:]]
+    assert [row[:3] for row in rows] == [[on, stride, "2"] for on in ("off", "on") for stride in ("0", "128")]
+    reused = [int(row[4].rstrip("%")) for row in rows]
+    assert (reused[:2], min(reused[2:]) > 20) == ([0, 0], True)
 
 
 @pytest.mark.timeout(300)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import urllib.request
 from typing import TYPE_CHECKING
@@ -11,11 +12,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.e2e.commands import Done, kvgate
+from tests.e2e.middleman import Middleman
 from tests.fake_engine import FakeEngine
 from tests.fake_engine.families import OVERFLOWN, data
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from kvgate.lab.engine_process import EngineProcess
@@ -63,17 +65,9 @@ def test_a_healthy_engine_and_its_gate(divided: EngineProcess, start_gate: Start
         ("gate", 2, "completes"),
     ]
     assert {(run["prompt_tokens"], run["n_ctx_slot"]) for run in done.json["runs"]} == {(192, 256)}
+    by_engine = [one for run in done.json["runs"][:2] for one in run["answers"]]
+    assert {(one["prompt_tokens"], one["output_tokens"]) for one in by_engine} == {(192, 64)}
     assert "== the engine: 1 of 2 slots" in done.stderr
-
-
-def test_a_gate_that_clamps_says_so(
-    divided: EngineProcess, start_gate: StartGate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = ["--engine-log", str(divided.log_path)]
-    gate = start_gate(divided.url, tenants={"demo": 'on_overflow = "clamp"'}, flags=log)
-    monkeypatch.setenv("PROBE_KEY", "sk-demo")
-    done = probe("--gate", gate.url, "--key-env", "PROBE_KEY")
-    assert (done.returncode, verdicts(done)) == (0, [("gate", 1, "clamped"), ("gate", 2, "clamped")])
 
 
 def test_a_shared_pool_kills_all_at_once(unified: EngineProcess) -> None:
@@ -88,12 +82,12 @@ def test_a_shared_pool_kills_all_at_once(unified: EngineProcess) -> None:
 def test_a_gate_before_the_shared_pool_makes_it_safe(
     unified: EngineProcess, start_gate: StartGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who has to wait waits; where nothing may, the probe is turned away, and names the settings."""
-    tenants = {"patient": "", "hasty": "queue_max = 0"}
+    """Who has to wait waits, and is clamped aloud; where nothing may wait the probe is told so, with the settings."""
+    tenants = {"patient": 'on_overflow = "clamp"', "hasty": "queue_max = 0"}
     gate = start_gate(unified.url, tenants=tenants, config='[engine]\nkv_topology = "unified"\n')
     monkeypatch.setenv("PROBE_KEY", "sk-patient")
     patient = probe("--gate", gate.url, "--key-env", "PROBE_KEY")
-    assert (patient.returncode, verdicts(patient)[-1]) == (0, ("gate", 2, "completes"))
+    assert (patient.returncode, verdicts(patient)) == (0, [("gate", 1, "clamped"), ("gate", 2, "clamped")])
     monkeypatch.setenv("PROBE_KEY", "sk-hasty")
     hasty = probe("--gate", gate.url, "--key-env", "PROBE_KEY")
     assert (hasty.returncode, verdicts(hasty)[-1]) == (1, ("gate", 2, "turned-away"))
@@ -144,6 +138,9 @@ def test_a_busy_engine_is_left_alone(divided: EngineProcess, more: Sequence[str]
         (["--upstream", "http://127.0.0.1:1"], "does not answer"),
         (["--gate", "http://127.0.0.1:1", "--key-env", "NO_SUCH_VARIABLE"], "holds no key"),
         (["--gate", "http://127.0.0.1:1", "--topology"], "needs the engine itself"),
+        (["--upstream", "http://127.0.0.1:1", "--topology", "--recall"], "two probes"),
+        (["--upstream", "http://127.0.0.1:1", "--recall"], "does not answer"),
+        (["--upstream", "http://127.0.0.1:1", "--soak", "1"], "does not answer"),
     ],
     ids=str,
 )
@@ -151,6 +148,45 @@ def test_what_cannot_be_asked_is_exit_2(arguments: list[str], says: str) -> None
     done = probe(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert says in json.loads(done.stderr)["problem"]
+
+
+# -- recall
+
+RECALL = ("--recall", "--context-tokens", "72")
+
+
+async def asked_through(engine: EngineProcess, change: Callable[[list[int]], list[int]]) -> Done:
+    """`--recall` of an engine that sees another prompt than it is sent."""
+
+    def forget(path: str, body: bytes) -> bytes:
+        said = json.loads(body) if path == "/completion" else {}
+        return json.dumps(said | {"prompt": change(said["prompt"])}).encode() if said else body
+
+    async with Middleman(engine.url) as between:
+        between.asked = forget
+        return await asyncio.to_thread(probe, "--upstream", between.url, *RECALL)
+
+
+async def test_a_needle_is_found_at_every_depth(divided: EngineProcess) -> None:
+    """Also by a model of 135 million parameters: copying is what it can."""
+    done = await asked_through(divided, lambda prompt: prompt)
+    assert (done.returncode, done.json["verdict"]) == (0, "recalls"), done.stdout
+    assert done.json["nats_near"] - done.json["nats_without"] > 1
+    assert [found["depth"] for found in done.json["depths"]] == [0, 0.25, 0.5, 0.75, 0.9]
+
+
+async def test_an_engine_that_loses_the_beginning_forgets(divided: EngineProcess) -> None:
+    """The near needle is found, those at the beginning are not: exit 1, and which depths."""
+    done = await asked_through(divided, lambda prompt: prompt[len(prompt) // 2 :])
+    assert (done.returncode, done.json["verdict"]) == (1, "forgets"), done.stdout
+    shares = {found["depth"]: found["recalled"] for found in done.json["depths"]}
+    assert shares[0] < 0.5 < shares[0.9]
+
+
+async def test_without_the_positive_control_there_is_no_verdict(divided: EngineProcess) -> None:
+    """An engine that sees the question alone is blind: exit 2, whatever stands at the depths."""
+    done = await asked_through(divided, lambda prompt: prompt[-6:])
+    assert (done.returncode, done.json["verdict"], done.json["ok"]) == (2, "blind", None)
 
 
 # -- what a real engine will not do on demand
@@ -246,3 +282,46 @@ def test_sentences_for_people() -> None:
     assert "engine, 2 at once, 384 + 256 tokens: killed-together: " in done.stdout
     assert f"  it said: {OVERFLOWN}" in done.stdout
     assert "  to do: start the engine with -c 1024 -np 2" in done.stdout
+
+
+# -- soak
+
+
+def soaked(reply: Reply, *more: str, minutes: float = 0.05) -> Done:
+    with Planted(reply) as engine:
+        return probe("--upstream", engine.url, "--soak", str(minutes), *more)
+
+
+def paced(round_s: float, hoard: list[bytes], hoarded_bytes: int) -> Reply:
+    """Healthy answers, no faster than so, in a process that keeps so much of each."""
+    healthy = answers(WORDS)
+
+    async def reply(exchange: Exchange) -> None:
+        hoard.append(b"x" * hoarded_bytes)
+        await asyncio.sleep(round_s)
+        await healthy(exchange)
+
+    return reply
+
+
+@pytest.mark.parametrize(("hoarded_mib", "drifts"), [(0, False), (12, True)])
+def test_memory_that_grows_with_every_round_is_a_drift(hoarded_mib: int, *, drifts: bool) -> None:
+    """And memory that does not is none. How fast a fake engine answers says nothing, so speed may do as it likes."""
+    reply = paced(0.4, [], hoarded_mib * 2**20)
+    done = soaked(reply, "--pid", str(os.getpid()), minutes=0.15)
+    found = done.json
+    assert len(found["rounds"]) >= 7
+    assert ("memory" in {one["what"] for one in found["drifts"]}) == drifts, found["rounds"]
+    assert done.returncode == (1 if found["drifts"] else 0)
+
+
+def test_a_bad_verdict_fails_a_soak_however_short() -> None:
+    assert soaked(answers(WORDS[:3], truncated=False), minutes=0.0001).returncode == 1
+
+
+def test_a_soak_of_a_real_engine_watches_its_process(divided: EngineProcess) -> None:
+    """One round is too few to tell a drift: exit 2, and the rounds all the same."""
+    done = probe("--upstream", divided.url, "--soak", "0.0001")
+    assert (done.returncode, done.json["verdicts"]) == (2, ["ends-by-context"])
+    assert done.json["rounds"][0]["memory_mib"] > 50
+    assert done.json["rounds"][0]["tokens_per_second"] > 0

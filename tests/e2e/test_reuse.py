@@ -129,32 +129,30 @@ async def test_a_tenant_off_the_list_reuses_nothing_in_300_requests_of_all_diale
 # -- isolation
 
 
-async def left_by_a_tenant_without_reuse(gate: RunningGate, engine: EngineProcess) -> None:
-    """The needle, through the gate, in a slot; on each of both slots, so that no luck decides."""
-    asked = {"prompt": SECRET, "n_predict": 1}
-    both = [post(gate.url, asked, path="/completion", key="sk-off") for _ in range(2)]
-    assert [answer.status for answer in await asyncio.gather(*both)] == [200, 200]
+async def left_by_a_tenant_without_reuse(gate: RunningGate) -> int:
+    """The needle, through the gate, in a slot; which one the engine says."""
+    answer = await post(gate.url, {"prompt": SECRET, "n_predict": 1}, path="/completion", key="sk-off")
+    assert (answer.status, answer.headers["x-kvgate-reuse"]) == (200, "off")
     await asyncio.to_thread(gate.wait_until_empty, 30)
+    slot: int = answer.json["id_slot"]
+    return slot
 
 
 async def test_what_was_left_can_be_found_without_kvgate(shared: RunningGate, engine: EngineProcess) -> None:
     """The attack: with a pinned slot, the count of cached tokens says which guess is right, word by word."""
-    await left_by_a_tenant_without_reuse(shared, engine)
-    wrong = await bare(engine, GUESS_WRONG + " x y", cache_prompt=True, id_slot=0)
-    await left_by_a_tenant_without_reuse(shared, engine)
-    await bare(engine, SECRET, cache_prompt=False, id_slot=0)
-    right = await bare(engine, GUESS_RIGHT + " x y", cache_prompt=True, id_slot=0)
-    assert right > wrong > 0
+    found = {}
+    for guess in (GUESS_WRONG, GUESS_RIGHT):
+        slot = await left_by_a_tenant_without_reuse(shared)
+        found[guess] = await bare(engine, guess + " x y", cache_prompt=True, id_slot=slot)
+    assert found[GUESS_RIGHT] > found[GUESS_WRONG] > 0
 
 
 @pytest.mark.parametrize("key", ["sk-off", "sk-canary"])
-async def test_what_was_left_cannot_be_found_through_kvgate(
-    shared: RunningGate, engine: EngineProcess, key: str
-) -> None:
+async def test_what_was_left_cannot_be_found_through_kvgate(shared: RunningGate, key: str) -> None:
     """Neither by a tenant off the list nor by a canary, whatever it asks for: the engine is shared."""
     for guess in (GUESS_RIGHT, GUESS_WRONG, SECRET):
-        await left_by_a_tenant_without_reuse(shared, engine)
-        for slot in (0, 1, 2, -1):
+        left_in = await left_by_a_tenant_without_reuse(shared)
+        for slot in (left_in, 1 - left_in, left_in + 2, -1):
             asked = greedy({"prompt": guess, "n_predict": 1}) | {"id_slot": slot, "timings_per_token": True}
             answer = await post(shared.url, asked, path="/completion", key=key)
             assert (answer.status, answer.headers["x-kvgate-reuse"]) == (200, "off")
@@ -190,7 +188,7 @@ async def test_a_tenant_off_the_list_on_a_dedicated_engine_takes_reuse_from_all(
     gate = start_gate(engine.url, tenants=tenants, config=config)
     told = await until_reuse(gate, "canary", on=False)
     assert "also serves tenants who are not on the allowlist: off" in told["tenants"]["canary"]
-    await left_by_a_tenant_without_reuse(gate, engine)
+    await left_by_a_tenant_without_reuse(gate)
     asked = greedy({"prompt": GUESS_RIGHT + " x y", "n_predict": 1})
     answer = await post(gate.url, asked, path="/completion", key="sk-canary")
     assert (answer.headers["x-kvgate-reuse"], answer.json["timings"]["cache_n"]) == ("off", 0)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgate.core.canary import (
+    EVERYBODY,
     VIOLATIONS_MAX,
     CanaryState,
     Figures,
@@ -26,7 +27,7 @@ from tests.unit.doubles import profile
 
 ENGINE = profile()
 PIN = Pin(ENGINE.fingerprint, "<one>", 1, Figures(0.0, 0.0, 0.5, 0.5), 1.0, "ann")
-PINNED = CanaryState((PIN,))
+PINNED = CanaryState((PIN,), instance="<one>")
 ACME = Tenant("acme", reuse=ReusePolicy.CANARY)
 ALONE = Sharers(frozenset({"acme"}))
 
@@ -42,11 +43,14 @@ def test_a_listed_tenant_of_a_dedicated_pinned_engine_reuses() -> None:
     [
         ({"tenant": Tenant("acme")}, "allowlist"),
         ({"state": None}, "store is out"),
-        ({"state": CanaryState()}, "not pinned"),
+        ({"state": CanaryState(instance="<one>")}, "not pinned"),
+        ({"state": CanaryState((PIN,))}, "just been replaced"),
+        ({"state": replace(PINNED, strangers=frozenset({"beta"}))}, "has served beta off the allowlist.*restart it"),
+        ({"state": replace(PINNED, strangers=frozenset({"beta", EVERYBODY}))}, "has served everybody"),
         ({"sharers": Sharers()}, "not dedicated"),
         ({"sharers": Sharers(frozenset({"beta"}))}, "not dedicated"),
         ({"sharers": Sharers(frozenset({"acme", "beta"}), frozenset({"beta"}))}, "also serves .*beta"),
-        ({"profile": replace(ENGINE, instance="<two>")}, "not pinned"),
+        ({"profile": replace(ENGINE, instance="<two>")}, "just been replaced"),
         ({"profile": replace(ENGINE, instance=None)}, "cannot be pinned"),
         ({"profile": replace(ENGINE, build="b2")}, "not pinned"),
     ],
@@ -90,3 +94,10 @@ def test_violations_count_only_in_a_row(answers: list[bool]) -> None:
     trailing = len(answers) - next((i + 1 for i in range(len(answers) - 1, -1, -1) if not answers[i]), 0)
     assert counted.in_a_row == trailing
     assert counted.unpins == (trailing >= VIOLATIONS_MAX)
+
+
+def test_strangers_are_those_off_the_list_or_everybody() -> None:
+    """An engine that is not dedicated is there for whoever has a key."""
+    assert Sharers().strangers == {EVERYBODY}
+    assert ALONE.strangers == frozenset()
+    assert Sharers(frozenset({"acme", "beta"}), frozenset({"beta"})).strangers == {"beta"}

@@ -43,7 +43,9 @@ def test_every_header_that_the_code_sends_is_in_the_table() -> None:
     assert sent == set(HEADERS)
 
 
-@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "docs/operations.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "docs/operations.md", "docs/fairness.md"]
+)
 def test_links_in_documents_lead_somewhere(document: str) -> None:
     """Every relative link names a file that is there."""
     path = ROOT / document

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvgate.core.ask import Size, Usage
-from kvgate.core.fairness import MILLI, FairRule, jain_index
+from kvgate.core.fairness import MILLI, FairRule, Void, jain_index
+from kvgate.core.guarantee import Part, guaranteed_part, over_guaranteed
 from kvgate.core.ledger import Denied, Freed, Lease, Ledger, Reservation, Ticket
 from kvgate.core.pool import KvPool
+from kvgate.core.reason import Reason
 from kvgate.core.tenant import Quota, Share, Tier
 
 DIVIDED = KvPool(tokens=200, slots=2, tokens_per_slot=100)
@@ -196,3 +198,173 @@ def test_the_gap_of_two_that_wait_all_the_time_stays_in_the_bound(
         assert not view.voids
     for figures in ahead.values():
         assert max(figures) - min(figures) <= bound
+
+
+# -- the lift
+
+
+def test_who_was_away_gains_nothing_by_it() -> None:
+    """It comes back to the least counter in line, not to what it had; one that is ahead keeps what it owes."""
+    ledger = Ledger(DIVIDED)
+    serve(ledger, want("a1"), want("b1"))
+    for name in ("a2", "b2", "a3", "b3"):
+        ledger.reserve(want(name), 0.0)
+    for lease_id in ("a1", "b1", "a2", "b2"):
+        end(ledger, lease_id)
+    least = min(ledger.counter_of("a"), ledger.counter_of("b"))
+    assert least > 0
+    serve_later = ledger.reserve(want("c1"), 2.0)
+    assert isinstance(serve_later, Ticket)
+    assert ledger.counter_of("c") == 0 or ledger.counter_of("c") >= least
+
+
+def test_the_first_to_come_when_nobody_waits_is_lifted_to_who_left_last() -> None:
+    """As in the paper: else whoever was idle longest would be owed most."""
+    ledger = Ledger(DIVIDED)
+    serve(ledger, want("a"))
+    ledger.streamed("a", 50, 1.0)
+    serve(ledger, want("b"))
+    assert ledger.counter_of("b") == ledger.counter_of("a") + 50 * MILLI
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 60)), min_size=1, max_size=40))
+def test_counters_of_those_who_are_away_are_kept_only_while_they_matter(asks: list[tuple[str, int]]) -> None:
+    """A tenant that is away and behind is forgotten, and comes back to the same place as if it had not been."""
+    ledger = Ledger(KvPool(100, 1, 100))
+    for number, (tenant, prompt) in enumerate(asks):
+        ledger.reserve(want(f"{tenant}{number}", size=Size(prompt, 1)), 0.0)
+        if number % 3 == 2:
+            for lease in list(ledger.facts()):
+                end(ledger, lease.lease_id, used=Usage(prompt, 1))
+        queue = ledger._queue
+        here = {name for name in queue.counters if ledger._is_here(name)}
+        floor = queue._floor(False) or 0
+        last = set(queue._last.values())
+        assert all(name in here | last or counter >= floor for name, counter in queue.counters.items())
+
+
+# -- who may be passed, and how often
+
+
+def test_the_first_in_line_is_passed_so_often_and_no_more_then_the_gate_drains_for_it() -> None:
+    """A request that needs the whole pool among small ones that come without end."""
+    rule = FairRule(bypass_max=3)
+    ledger = Ledger(UNIFIED, rule=rule)
+    serve(ledger, want("a0", size=Size(10, 10)))
+    assert isinstance(ledger.reserve(want("large", "l", Size(50, 50)), 1.0), Ticket)
+    passed = 0
+    for number in range(1, 20):
+        if isinstance(ledger.reserve(want(f"s{number}", size=Size(5, 5)), float(number)), Lease):
+            passed += 1
+            end(ledger, f"s{number}", float(number), Usage(5, 0))
+    view = ledger.fair_view(20.0)
+    assert (passed, view.bypasses, view.drains) == (3, 3, 1)
+    assert Void.BYPASS in view.voids
+    assert end(ledger, "a0", 24.0)[0] == "large"
+    assert ledger.fair_view(30.0).drain_idle_s == 20.0  # since the first that was kept out
+
+
+def test_a_drain_is_for_whoever_it_began_for_although_others_have_less_service() -> None:
+    """Else a newcomer that does not fit either would open the door again."""
+    ledger = Ledger(UNIFIED, rule=FairRule(bypass_max=1))
+    serve(ledger, want("a", size=Size(10, 10)))
+    ledger.reserve(want("large", "l", Size(50, 50), Share(0.01)), 0.0)
+    serve(ledger, want("s1", size=Size(5, 5)))
+    ledger.streamed("a", 10, 1.0)
+    for name in ("s2", "huge", "t1"):
+        size = Size(50, 50) if name == "huge" else Size(5, 5)
+        assert isinstance(ledger.reserve(want(name, size=size), 2.0), Ticket)
+    assert end(ledger, "s1", 3.0) == []
+    assert end(ledger, "a", 4.0)[0] == "large"
+
+
+def test_a_drain_ends_when_its_request_leaves() -> None:
+    ledger = Ledger(UNIFIED, rule=FairRule(bypass_max=1))
+    serve(ledger, want("a", size=Size(10, 10)))
+    ledger.reserve(want("large", "l", Size(50, 50)), 0.0)
+    serve(ledger, want("s1", size=Size(5, 5)))
+    assert isinstance(ledger.reserve(want("s2", size=Size(5, 5)), 0.0), Ticket)
+    assert ids(*ledger.cancel("large", 1.0)) == ["s2"]
+
+
+def test_a_prompt_waits_while_others_are_read_and_one_above_the_bound_goes_alone() -> None:
+    """As soon as the first output of those before it has come; small prompts may pass meanwhile."""
+    ledger = Ledger(KvPool(400, 4, 100), rule=FairRule(prefill_tokens_max=60))
+    assert isinstance(ledger.reserve(want("a", size=Size(50, 10)), 0.0), Lease)
+    assert isinstance(ledger.reserve(want("b", size=Size(50, 10)), 0.0), Ticket)
+    assert isinstance(ledger.reserve(want("c", size=Size(10, 10)), 0.0), Lease)
+    assert ledger.fair_view(0.0).prefill_tokens == 60
+    assert ledger.answered("c", 1.0) == ()
+    assert ids(*ledger.answered("a", 1.0)) == ["b"]
+    ledger.reserve(want("d", size=Size(90, 10)), 1.0)
+    assert ids(*ledger.answered("b", 2.0)) == ["d"]
+
+
+# -- tiers
+
+
+def test_a_share_is_slots_rounded_down_and_cells() -> None:
+    """Rounded up, shares would exceed the whole; and a third of three slots is one, however it is written."""
+    assert guaranteed_part(500_000, DIVIDED) == Part(1, 100)
+    assert guaranteed_part(333_333, KvPool(300, 3, 100)) == Part(1, 100)
+    assert guaranteed_part(330_000, KvPool(300, 3, 100)) == Part(1, 100)
+    assert guaranteed_part(300_000, DIVIDED) == Part(0, 60)
+    assert guaranteed_part(500_000, UNIFIED) == Part(2, 50)
+
+
+@given(st.lists(st.integers(0, 1_000_000), max_size=6), pools)
+def test_shares_that_are_at_most_the_whole_take_no_more_than_the_pool(ratios: list[int], pool: KvPool) -> None:
+    if sum(ratios) <= 1_000_000:
+        parts = [guaranteed_part(ratio, pool) for ratio in ratios]
+        assert sum(part.slots for part in parts) <= pool.slots
+        assert sum(part.tokens for part in parts) <= pool.tokens
+
+
+def test_more_than_the_whole_is_told_with_the_sum() -> None:
+    assert over_guaranteed({"a": 0.5, "b": 0.5, "c": 0.0}) is None
+    said = over_guaranteed({"a": 0.5, "b": 0.75})
+    assert said is not None
+    assert "together is 1.25" in said
+    assert "a 0.5, b 0.75" in said
+
+
+def test_a_guaranteed_share_is_lent_to_short_answers_alone_and_comes_back_to_its_owner() -> None:
+    """What was lent is free again when the short answer ends; no other is lent meanwhile."""
+    ledger = Ledger(DIVIDED, rule=FairRule(lent_output_tokens_max=20))
+    ledger.guarantee({"o": 500_000}, 0.0)
+    serve(ledger, want("a1"))
+    assert isinstance(ledger.reserve(want("a2"), 0.0), Ticket)  # an answer of 50 is not short
+    serve(ledger, want("b1", size=Size(50, 20)))
+    assert isinstance(ledger.reserve(want("o1", share=OWNER), 0.0), Ticket)
+    assert isinstance(ledger.reserve(want("b2", size=Size(5, 5)), 0.0), Ticket)
+    assert end(ledger, "b1") == ["o1"]
+    assert Void.TIERS in ledger.fair_view(1.0).voids
+    assert end(ledger, "o1") == ["b2"]  # lent again
+
+
+def test_an_owner_beyond_its_share_is_as_anybody_else() -> None:
+    """Its second request waits its turn behind who has less service."""
+    ledger = Ledger(DIVIDED)
+    ledger.guarantee({"o": 500_000}, 0.0)
+    serve(ledger, want("o1", share=OWNER), want("a1"))
+    ledger.streamed("o1", 50, 0.5)
+    for name in ("a2", "o2"):
+        ledger.reserve(want(name, share=OWNER if name == "o2" else None), 0.0)
+    assert end(ledger, "a1", used=Usage(50, 1)) == ["a2"]
+    assert end(ledger, "o1") == ["o2"]
+
+
+def test_spot_is_let_in_only_where_nobody_else_waits_and_is_refused_where_somebody_does() -> None:
+    """It may use what is free, but not what is guaranteed; it waits behind everybody."""
+    ledger = Ledger(DIVIDED)
+    serve(ledger, want("s1", share=SPOT))
+    ledger.guarantee({"o": 500_000}, 0.0)
+    assert isinstance(ledger.reserve(want("s2", size=Size(5, 5), share=SPOT), 0.0), Ticket)
+    serve(ledger, want("a1", size=Size(5, 5)))
+    assert isinstance(ledger.reserve(want("a2", size=Size(5, 5)), 0.0), Ticket)
+    denied = ledger.reserve(want("s3", share=SPOT), 0.0)
+    assert isinstance(denied, Denied)
+    assert denied.reason is Reason.SPOT_REFUSED
+    assert end(ledger, "s1") == ["a2"]
+    assert end(ledger, "a1") == []  # the free slot is the owner's, and not lent to spot
+    assert end(ledger, "a2") == ["s2"]

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvgate.core.engine_requests import MIB, EngineRequests, KvCost
+from kvgate.core.engine_requests import EngineRequests, KvCost
 from kvgate.core.histogram import MARKS, Length, histogram
 from kvgate.core.pool import KvPool
+from kvgate.core.profile import MIB
 from kvgate.core.replay import Asked
 
 LENGTHS = st.lists(st.builds(Length, st.integers(0, 200_000), st.integers(0, 200_000)))

@@ -6,12 +6,16 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import pytest
+
 from kvgate.core.ask import Size, Usage
 from kvgate.core.engine_state import Change, EngineState
+from kvgate.core.fairness import FairRule
 from kvgate.core.foreign import ForeignWatch
-from kvgate.core.ledger import LedgerView, Reservation
+from kvgate.core.ledger import Freed, Ledger, LedgerView, Reservation
+from kvgate.core.pool import KvPool
 from kvgate.core.profile import EngineProfile, Fact, Source, Topology
-from kvgate.core.tenant import Quota
+from kvgate.core.tenant import Quota, Share
 from kvgate.core.trim_search import Trimmed
 from kvgate.metrics import Metrics, merged
 from kvgate.ports import RequestRecord
@@ -20,6 +24,8 @@ from tests.unit.doubles import ManualClock, profile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+KINDS = ("input", "cached", "output")
 
 RECORD = RequestRecord(
     request_id="r1",
@@ -375,3 +381,49 @@ def test_one_process_alone_is_shown_as_it_is() -> None:
 
 def test_nobody_is_shown_as_nothing() -> None:
     assert merged([]) == b""
+
+
+# -- fairness
+
+
+def test_service_is_told_by_what_it_was_for() -> None:
+    """At the prices in force; cached input is no input too."""
+    metrics = Metrics()
+    metrics.request(replace(RECORD, usage=Usage(10, 5, 4)))
+    found = {kind: value(metrics, "kvgate_service_total", tenant="acme", kind=kind) for kind in KINDS}
+    assert found == {"input": 6.0, "cached": 1.0, "output": 10.0}
+
+
+def test_the_bill_is_cells_by_seconds_and_mib_only_where_a_tokens_size_is_known() -> None:
+    metrics = Metrics()
+    metrics.freed(Freed("acme", 100, 2.5))
+    assert value(metrics, "kvgate_kv_token_seconds_total", tenant="acme") == 250
+    assert value(metrics, "kvgate_kv_mib_seconds_total", tenant="acme") is None
+    metrics.kv_bytes_per_token = lambda: 1024.0 * 1024
+    metrics.freed(Freed("acme", 100, 0.5))
+    assert value(metrics, "kvgate_kv_token_seconds_total", tenant="acme") == 300
+    assert value(metrics, "kvgate_kv_mib_seconds_total", tenant="acme") == 50
+
+
+def test_the_figures_of_fairness_are_the_ledgers() -> None:
+    """Shares, gap and bound, what voids it, who waits longest; nothing of tenants that are away."""
+    ledger = Ledger(KvPool(200, 2, 100), rule=FairRule(bypass_max=1))
+    metrics = Metrics()
+    metrics.watch_fairness(lambda: ledger.fair_view(7.0), lambda: ledger.pool)
+    for number, (tenant, weight) in enumerate((("a", 1.0), ("b", 3.0), ("a", 1.0), ("b", 3.0))):
+        ledger.reserve(Reservation(f"r{number}", tenant, Quota(), Size(60, 40), Share(weight)), float(number))
+    assert value(metrics, "kvgate_service_recent", tenant="a") == 60
+    assert value(metrics, "kvgate_service_share_ratio", tenant="b") == 0.5
+    assert value(metrics, "kvgate_weight_share_ratio", tenant="b") == 0.75
+    assert value(metrics, "kvgate_kv_filled_tokens", tenant="a") == 60
+    assert value(metrics, "kvgate_queue_oldest_seconds", tenant="b") == 4
+    assert value(metrics, "kvgate_starvation_age_seconds") == 5
+    assert value(metrics, "kvgate_prefill_tokens") == 120
+    assert value(metrics, "kvgate_service_gap_bound") == 2 * 2 * 200
+    assert value(metrics, "kvgate_fairness_void", by="bypass") == 0
+    assert value(metrics, "kvgate_fairness_jain_ratio") == pytest.approx((60 + 20) ** 2 / (2 * (3600 + 400)))
+    for number in (0, 1, 2, 3):
+        ledger.settle(f"r{number}", 8.0, ended=True)
+        ledger.cancel(f"r{number}", 8.0)
+    assert value(metrics, "kvgate_service_recent", tenant="a") is None
+    assert value(metrics, "kvgate_service_gap") == 0

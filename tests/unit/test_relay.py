@@ -526,7 +526,7 @@ async def test_cached_tokens_are_shown_to_who_may_reuse_alone(reuse: Reuse) -> N
 # -- answers that repeat themselves
 
 
-def looping(count: int = 400) -> list[bytes]:
+def looping(count: int = 700) -> list[bytes]:
     return [delta(("never ", "ever, ")[at % 2]) for at in range(count)]
 
 

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 ENGINE = profile()
 FIGURES = Figures(0.0, 0.0, 0.5, 0.5)
 PASSED = SuiteReport(ENGINE.fingerprint, "<one>", 1, True, 9, 0, FIGURES, 1000.0)
-RECORD = RequestRecord("r1", "acme", "openai_chat", "/v1/chat/completions", 200, "admit", "", 0.1, reuse="off")
+RECORD = RequestRecord(
+    "r1", "acme", "openai_chat", "/v1/chat/completions", 200, "admit", "", 0.1, reuse="off", profile=ENGINE
+)
 CLEAN = replace(RECORD, usage=Usage(9, 1))
 VIOLATED = replace(RECORD, usage=Usage(9, 1, 8), reuse_violation=True)
 
@@ -39,6 +41,7 @@ class StoreDouble:
     unpinned: list[tuple[str, str]] = field(default_factory=list)
     out: bool = False
     claims: int = 1
+    served: dict[str, frozenset[str]] = field(default_factory=dict)
 
     def _check(self) -> None:
         if self.out:
@@ -55,6 +58,11 @@ class StoreDouble:
         self._check()
         self.claims -= 1
         return self.claims >= 0
+
+    async def note_strangers(self, instance: str, strangers: frozenset[str]) -> frozenset[str]:
+        self._check()
+        noted = self.served[instance] = self.served.get(instance, frozenset()) | strangers
+        return noted
 
     async def report(self, report: SuiteReport) -> None:
         self._check()
@@ -132,15 +140,31 @@ async def test_reuse_follows_the_pin_and_the_store() -> None:
 
 
 async def test_one_tenant_off_the_list_takes_it_from_all_who_share_the_engine() -> None:
-    """What that one leaves in a slot could be found by the others; the operator reads who it is."""
+    """What that one left can be found until the process is gone, also once it is on the list."""
     acme, beta = Tenant("acme", reuse=ReusePolicy.CANARY), Tenant("beta")
     world = World(acme, beta, dedicated_to=("acme", "beta"))
     await world.watch.refresh()
     assert world.of() is Reuse.OFF
-    assert "beta" in world.keeper.told()["tenants"]["acme"]
+    assert "also serves" in world.keeper.told()["tenants"]["acme"]
     world.tenants.names["beta"] = replace(beta, reuse=ReusePolicy.CANARY)
-    assert world.of() is Reuse.KEEP
+    await world.watch.refresh()
+    assert world.of() is Reuse.OFF
+    assert "has served beta" in world.keeper.told()["tenants"]["acme"]
+    world.store.served.clear()  # another process
+    await world.watch.refresh()
     assert world.keeper.told()["tenants"] == {"acme": "on", "beta": "on"}
+    assert world.of() is Reuse.KEEP
+
+
+async def test_a_gate_that_serves_everybody_says_so_to_all_gates() -> None:
+    """An engine is not dedicated by one of its gates alone."""
+    shared, world = World(dedicated_to=()), World()
+    shared.watch = CanaryWatch(world.store)  # type: ignore[arg-type]
+    await shared.keeper.look()
+    world.store.served |= shared.store.served
+    await world.watch.refresh()
+    assert world.store.served == {"<one>": {"*"}}
+    assert world.of() is Reuse.OFF
 
 
 def test_a_dedicated_engine_serves_its_tenants_and_the_suite() -> None:

@@ -8,10 +8,21 @@ from typing import Any
 
 import pytest
 
-from kvgate.core.tenant import Limits, OnOverflow, Quota, Tenant
-from kvgate.settings import RELOADABLE, BadSettings, Settings, described, load, load_tenants, reloaded
+from kvgate.core.fairness import FairRule
+from kvgate.core.tenant import Limits, OnOverflow, Quota, Share, Tenant, Tier
+from kvgate.settings import (
+    RELOADABLE,
+    BadSettings,
+    FairnessSettings,
+    Settings,
+    described,
+    load,
+    load_tenants,
+    reloaded,
+)
 
 DIGEST, OTHER = "a" * 64, "b" * 64
+OWNS = 'tier = "guaranteed"\nguaranteed_ratio = {}\n'
 
 
 @pytest.fixture(autouse=True)
@@ -318,6 +329,15 @@ def test_an_empty_tenants_file_declares_nobody(config: Any) -> None:
         ("[tenant.a]\nqueue_timeout_s = 0", "tenant.a.queue_timeout_s"),
         ("[tenant.a]\nqueue_timeout_s = 3601", "tenant.a.queue_timeout_s"),
         ('[tenant.a]\non_overflow = "trimm"', "tenant.a.on_overflow"),
+        ("[tenant.a]\nweight = 0", "tenant.a.weight"),
+        ("[tenant.a]\nweight = 1001", "tenant.a.weight"),
+        ('[tenant.a]\ntier = "gold"', "tenant.a.tier"),
+        ('[tenant.a]\ntier = "guaranteed"', "go together; set both or neither"),
+        ("[tenant.a]\nguaranteed_ratio = 0.5", "go together; set both or neither"),
+        (
+            f"[tenant.a]\n{OWNS.format(0.7)}[tenant.b]\n{OWNS.format(0.4)}",
+            "together is 1.1, and there is only 1 to share (a 0.7, b 0.4)",
+        ),
         ("tenant = 5", "tenant"),
         ("[tenant]\na = 5", "tenant.a"),
         (
@@ -337,3 +357,17 @@ def test_a_key_instead_of_its_hash_is_not_told_back(config: Any) -> None:
 
 def test_one_key_twice_in_one_tenant_is_one_key(config: Any) -> None:
     tenants(config, f'[tenant.a]\nkeys_sha256 = ["{DIGEST}", "{DIGEST}"]')
+
+
+def test_a_tenants_file_declares_shares(config: Any) -> None:
+    """Weight, tier and guaranteed part; three thirds are a whole."""
+    third = 'tier = "guaranteed"\nguaranteed_ratio = 0.333333\n'
+    found = tenants(config, f"[tenant.a]\n{third}[tenant.b]\n{third}[tenant.c]\n{third}weight = 0.25\n[tenant.d]\n")
+    assert found["c"][0].share == Share(0.25, Tier.GUARANTEED, 0.333333)
+    assert found["d"][0].share == Share()
+
+
+def test_prices_are_taken_in_whole_thousandths() -> None:
+    assert Settings().fairness.rule(None) == FairRule()
+    given = FairnessSettings(input_price=1.5, cached_input_price=0.1, output_price=3, bypass_max=0)
+    assert given.rule(700) == FairRule(1500, 100, 3000, 0, 700)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,10 +25,9 @@ from loadtests.simulate.speed import SMALL, Engine
 from loadtests.simulate.workloads import Phase, Sender, Workload
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from loadtests.simulate.results import Result
 
+ROOT = Path(__file__).parents[2]
 BRIEF_S = 90.0
 
 
@@ -119,12 +120,25 @@ def test_a_guarantee_holds_against_a_flood_of_long_prompts() -> None:
     assert vtc.ruling.bypasses > 0
 
 
+def test_who_was_away_has_saved_up_nothing() -> None:
+    """Two send without a pause, one of them from half-time on: from then on each gets half."""
+    kind = SCENARIOS["overload"](1).senders[-1]
+    always, late = (replace(kind, name=name, phases=kind.phases) for name in ("always", "late"))
+    late = replace(late, phases=(Phase(0, 0), Phase(200, kind.phases[0].requests_per_s)))
+    (vtc,) = compare(Workload("late", "", SMALL, (always, late), 400), ["vtc"])
+    half = max(sample.service["always"] for sample in vtc.samples if sample.at_s <= 200)
+    first, second = (tenant.service for tenant in vtc.tenants)
+    assert second == pytest.approx(first - half, rel=0.05)
+    assert vtc.gap < 5000
+
+
 SENDERS = st.lists(
     st.builds(
-        lambda prompts, outputs, rate, weight, standing: (prompts, outputs, rate, weight, standing),
+        lambda prompts, outputs, from_s, rate, weight, standing: (prompts, outputs, (from_s, rate), weight, standing),
         st.integers(1, 400),
         st.integers(1, 60),
-        st.floats(0.05, 4),
+        st.sampled_from([0, 20]),
+        st.sampled_from([0.2, 2, 12]),
         st.sampled_from([1, 2, 5]),
         st.sampled_from([0, 0, 4]),
     ),
@@ -136,24 +150,24 @@ SENDERS = st.lists(
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(senders=SENDERS, slots=st.integers(1, 5), unified=st.booleans(), seed=st.integers(0, 99))
 def test_whatever_is_asked_the_bound_holds_and_nothing_stands_idle(
-    senders: list[tuple[int, int, float, float, int]], slots: int, unified: bool, seed: int
+    senders: list[tuple[int, int, tuple[float, float], float, int]], slots: int, unified: bool, seed: int
 ) -> None:
     """Any tenants on any pool: the engine never overflows, and no slot is free beside a request that fits.
 
     Drains excepted; and where nothing voids the bound, no two tenants that wait are farther apart.
     """
-    pool = KvPool(tokens=1000 if unified else 500 * slots, slots=slots, tokens_per_slot=500, prompt_shared=unified)
+    pool = KvPool(tokens=700 if unified else 500 * slots, slots=slots, tokens_per_slot=500, prompt_shared=unified)
     made = tuple(
         Sender(
             f"t{at}",
-            () if standing else (Phase(0, rate),),
-            Lengths.between(1, prompts),
+            () if standing else (Phase(0, 0), Phase(*load)),
+            Lengths.between(max(prompts // 2, 1), prompts),
             Lengths.between(1, outputs),
             weight,
             poisson=bool(seed % 2),
             standing=standing,
         )
-        for at, (prompts, outputs, rate, weight, standing) in enumerate(senders)
+        for at, (prompts, outputs, load, weight, standing) in enumerate(senders)
     )
     workload = Workload("any", "", Engine(pool, SMALL.speed), made, 40, seed)
     (vtc,) = compare(workload, ["vtc"])
@@ -247,3 +261,28 @@ def test_a_run_without_events_has_figures_all_the_same() -> None:
     simulation = Simulation(workload, policy("vtc", workload))
     found = result(simulation.run(), "vtc", simulation.policy.ruling(10), 0.0)
     assert (found.tokens_per_s, found.slots_busy, found.jain, found.gap) == (0, 0, 1, 0)
+
+
+# -- its page
+
+
+def test_the_page_names_every_workload_policy_and_option_and_no_others(capsys: pytest.CaptureFixture[str]) -> None:
+    """What can be typed is explained, and what is shown can be typed."""
+    page = (ROOT / "docs/fairness-simulator.md").read_text()
+    tables = set(re.findall(r"^\| `([a-z-]+)`", page, re.MULTILINE))
+    assert tables >= {*SCENARIOS, *POLICIES}
+    options = ""
+    for command in (["--help"], ["calibrate", "--help"]):
+        with pytest.raises(SystemExit):
+            main(command)
+        options += capsys.readouterr().out
+    shown = {flag for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", page) if flag != "--no-kv-unified"}
+    assert shown <= set(re.findall(r"--[a-z-]+", options))
+
+
+def test_the_pages_pictures_are_there_and_small() -> None:
+    page = (ROOT / "docs/fairness-simulator.md").read_text()
+    linked = re.findall(r"\]\(([^)]+)\)", page)
+    assert linked
+    for name in linked:
+        assert 0 < (ROOT / "docs" / name).stat().st_size < 100_000

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgate.core.pool import KvPool
+from loadtests.simulate.calibrate import makespan_s
 from loadtests.simulate.engine import EngineModel, Overflowed
 from loadtests.simulate.speed import LARGE, SMALL, Engine, EngineFileError, Speed
 
@@ -161,6 +162,14 @@ def test_what_streams_is_seen_between_the_changes() -> None:
     assert model.produced("a", first_s + 10.5 * 0.02) == 11
     assert model.next_s() == pytest.approx(first_s + 49 * 0.02)
     assert model.change().finished == ("a",)
+
+
+@given(sizes=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 60)), min_size=1, max_size=6))
+def test_a_burst_in_one_slot_takes_as_long_as_its_requests_one_after_the_other(sizes: list[tuple[int, int]]) -> None:
+    one = Engine(KvPool(1000, 1, 1000), SPEED)
+    each = [simulated(one, [(prompt, output, 0.0)])[2][0] for prompt, output in sizes]
+    assert makespan_s(one, sizes) == pytest.approx(sum(each))
+    assert makespan_s(ENGINE, sizes) <= sum(each) + 1e-9
 
 
 def test_the_engine_takes_no_more_than_it_holds() -> None:

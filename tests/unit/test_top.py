@@ -71,6 +71,22 @@ def test_a_gate_at_its_start_has_little_to_show(changes: dict[str, Any], said: s
     assert said in frame({**STATUS, **changes}, 80, 5)
 
 
+def test_service_is_shown_against_weight_and_the_gap_against_its_bound() -> None:
+    """While there are two to be fair between; a gate of another version tells nothing of it."""
+    one = {"service_share": 0.25, "weight_share": 1 / 3}
+    fairness = {
+        "tenants": {"ann": one, "cyd": one},
+        "gap": 40.0,
+        "gap_max": 100.5,
+        "gap_bound": 8192.0,
+        "void": ["tiers"],
+        "oldest_wait_s": 2.5,
+    }
+    text = frame({**STATUS, "fairness": fairness}, 200, 10)
+    assert "gap 40, largest 100 of 8,192 tokens (not promised since: tiers); oldest waits 2.5 s" in text
+    assert [line.split()[-3:] for line in text.splitlines() if line.startswith("ann")] == [["25%", "of", "33%"]]
+
+
 def test_an_idle_gate_says_so() -> None:
     ledger = {**STATUS["ledger"], "running_by_tenant": [], "waiting_by_tenant": [], "held_tokens_by_tenant": []}
     assert "nobody holds anything" in frame({**STATUS, "ledger": ledger}, 80, 5)

@@ -1,4 +1,4 @@
-"""How the suite reaches an engine: through the ledger, one request at a time, behind everybody who waits."""
+"""How the suite reaches an engine: through the ledger, behind everybody who waits."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
     from kvgate.core.profile import EngineProfile
     from kvgate.core.reuse import Reuse
-    from kvgate.core.reuse_cases import Message
+    from kvgate.core.reuse_case import Message
     from kvgate.engines.llamacpp import LlamaCpp
     from kvgate.ports import Clock, LedgerPort
 
-QUOTA: Final = Quota(concurrency_max=1, queue_max=1, queue_timeout_s=5.0)
-"""The suite holds one slot at most, and leaves the queue soon: whoever came meanwhile goes first."""
+QUOTA: Final = Quota(concurrency_max=2, queue_max=2, queue_timeout_s=5.0)
+"""The suite holds one slot, two in one of its cases, and leaves the queue soon: whoever came meanwhile goes first."""
 
 PATIENCE_S: Final = 600.0
 """How long one request of the suite waits for a moment when nobody else does."""

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvgate.core.reuse import Reuse
-from kvgate.core.reuse_cases import Message
 from kvgate.core.reuse_suite import common_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvgate.core.profile import EngineProfile
-    from kvgate.core.reuse_cases import Prompt, Step
+    from kvgate.core.reuse_case import Message, Prompt, Step
     from kvgate.core.reuse_suite import Scored
 
 
@@ -94,10 +93,13 @@ class Desk:
         self._heads: dict[str, int] = {}
         self._pieces: dict[str, tuple[int, ...]] = {}
         self.chat_refused = False
+        self._system_refused = False
 
     async def prepared(self, prompt: Prompt, step: Step, *, as_chat: bool = False) -> Asked:
         """The tokens of a prompt, and of the step's answer."""
-        text = prompt.text or await self._rendered(prompt)
+        messages, text = prompt.messages, prompt.text
+        if messages:
+            messages, text = await self._rendered(prompt)
         answer: list[int] = []
         needles_at = []
         for at, piece in enumerate(step.answer):
@@ -109,7 +111,7 @@ class Desk:
             own_from=await self._own_from(text),
             answer=tuple(answer),
             needles_at=tuple(needles_at),
-            messages=prompt.messages if as_chat and not self.chat_refused else (),
+            messages=messages if as_chat and not self.chat_refused else (),
         )
 
     async def cold(self, asked: Asked) -> Scored:
@@ -123,6 +125,7 @@ class Desk:
                 "answer to compare with"
             )
         self._cold[asked.key] = found
+        self._left.append(asked.prompt + asked.answer[:-1])
         return found
 
     async def twice(self, asked: Asked) -> tuple[Scored, Scored]:
@@ -137,8 +140,10 @@ class Desk:
 
     async def reused(self, asked: Asked) -> tuple[Scored, int]:
         """Its answer with reuse, and the longest beginning that it could have reused."""
+        found = await self._ask(asked, Reuse.KEEP)
         common = max((common_tokens(asked.prompt, left) for left in self._left), default=0)
-        return await self._ask(asked, Reuse.KEEP), max(common, asked.own_from)
+        self._left.append(asked.prompt + asked.answer[:-1])
+        return found, max(common, asked.own_from)
 
     async def _ask(self, asked: Asked, reuse: Reuse) -> Scored:
         found = None
@@ -146,7 +151,6 @@ class Desk:
             found = await self._ask_chat(asked, reuse)
         if found is None:
             found = await self._engine.ask(asked.prompt, asked.answer, reuse)
-        self._left.append(asked.prompt + asked.answer[:-1])
         self._on_asked(found.computed_tokens)
         return replace(found, logprobs=tuple(found.logprobs[at] for at in asked.needles_at))
 
@@ -162,15 +166,26 @@ class Desk:
             return None
         return found
 
-    async def _rendered(self, prompt: Prompt) -> str:
-        tools = [json.loads(tool) for tool in prompt.tools]
-        text = await self._engine.rendered(prompt.messages, tools)
-        if all(tool["function"]["name"] in text for tool in tools):
-            return text
-        # The template knows no tools: they stand in the system message then, as agents without tool calls do it.
-        system, *rest = prompt.messages
-        written = Message(system.role, "\n".join([system.content, *prompt.tools]))
-        return await self._engine.rendered([written, *rest], [])
+    async def _rendered(self, prompt: Prompt) -> tuple[tuple[Message, ...], str]:
+        """The messages as they are asked, and as the engine's template writes them.
+
+        1. A template that knows no system message has it as the beginning of the user's first.
+        2. One that knows no tools has them in there, as agents without tool calls do it.
+        """
+        messages, tools, text = prompt.messages, [json.loads(tool) for tool in prompt.tools], ""
+        if not self._system_refused:
+            try:
+                text = await self._engine.rendered(messages, tools)
+            except Unasked:
+                self._system_refused = True
+        if self._system_refused:  # 1
+            messages = _merged(messages)
+            text = await self._engine.rendered(messages, tools)
+        if not all(tool["function"]["name"] in text for tool in tools):  # 2
+            first, *rest = messages
+            messages = (replace(first, content="\n".join([first.content, *prompt.tools])), *rest)
+            text = await self._engine.rendered(messages, [])
+        return messages, text
 
     async def _piece(self, piece: str) -> tuple[int, ...]:
         if piece not in self._pieces:
@@ -183,3 +198,8 @@ class Desk:
         if head not in self._heads:
             self._heads[head] = len(await self._engine.tokens(head, special=True))
         return self._heads[head]
+
+
+def _merged(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    system, first, *rest = messages
+    return (replace(first, content=f"{system.content}\n\n{first.content}"), *rest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvgate.core.reuse_suite import SUITE_VERSION, CaseResult, Outcome
 from kvgate.lab.reuse_suite.runner import Notes
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvgate.core.profile import EngineProfile
+
+
+_FINAL: Final = frozenset({Outcome.PASSED, Outcome.FAILED})
+"""What a case is not asked again after: the others may end otherwise the next time."""
 
 
 class NotesFile:
@@ -42,10 +46,11 @@ class NotesFile:
             known = json.loads(self._path.read_bytes())
             if not self.keeps or known["of"] != self._of:
                 return Notes()
+            cases = {str(name): _case(found) for name, found in known["cases"].items()}
             return Notes(
                 depth_tokens=int(known["depth_tokens"]),
                 noise=[float(nats) for nats in known["noise"]],
-                cases={str(name): _case(found) for name, found in known["cases"].items()},
+                cases={name: case for name, case in cases.items() if case.outcome in _FINAL},
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return Notes()

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from kvgate.core.reuse_cases import (
-    CONTEXT_TOKENS_MIN,
-    DEPTH_TOKENS_MAX,
-    DEPTH_TOKENS_MIN,
-    NAMES,
-    Scale,
-    cases,
-    sample,
-)
+from kvgate.core.reuse_case import CONTEXT_TOKENS_MIN, DEPTH_TOKENS_MAX, DEPTH_TOKENS_MIN, Scale
+from kvgate.core.reuse_cases import NAMES, cases, sample
 from kvgate.core.reuse_suite import (
     CaseResult,
     Outcome,
@@ -32,7 +26,7 @@ from kvgate.lab.reuse_suite.asking import Asked, Desk, Stopped, Unasked
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvgate.core.reuse_cases import Case, Step
+    from kvgate.core.reuse_case import Case, Step
     from kvgate.lab.reuse_suite.asking import SuiteEngine
     from kvgate.ports import Clock
 
@@ -276,11 +270,26 @@ class _Run:
         """Cold answers first, then the control, then the whole case with reuse, step after step."""
         colds = {at: await desk.cold(planned.steps[at]) for at in planned.judged}
         changed = differences(colds[planned.judged[-1]].logprobs, (await desk.cold(planned.control)).logprobs)
-        reused = [await self._step(desk, *pair) for pair in zip(planned.case.steps, planned.steps, strict=True)]
+        reused = await self._reused(desk, planned)
         return Taken(
             reused=tuple(replace(one, cold=colds.get(at)) for at, one in enumerate(reused)),
             control_nats=changed,
         )
+
+    async def _reused(self, desk: Desk, planned: _Planned) -> list[Reused]:
+        """All steps in order, or two and two."""
+        pairs = list(zip(planned.case.steps, planned.steps, strict=True))
+        width = min(2, self._engine.profile.total_slots.value) if planned.case.at_once else 1
+        found: list[Reused] = []
+        for at in range(0, len(pairs), width):
+            asking = [asyncio.ensure_future(self._step(desk, *pair)) for pair in pairs[at : at + width]]
+            try:
+                found += await asyncio.gather(*asking)
+            finally:
+                for task in asking:  # where one cannot be asked the other need not be
+                    task.cancel()
+                await asyncio.wait(asking)
+        return found
 
     async def _step(self, desk: Desk, step: Step, asked: Asked) -> Reused:
         answer, common = await desk.reused(asked)
