@@ -17,17 +17,20 @@ from kvgate.core.reuse import Reuse
 from kvgate.core.tenant import Quota
 from kvgate.ports import PROBE_SIZE, LineFailed, Refused
 from kvgate.trimming import decided
+from kvgate.wire.beginnings import beginning
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from kvgate.core.admission import Admit, Clamp, Trim, Verdict
     from kvgate.core.ledger import Lease
+    from kvgate.core.loops import Loop
     from kvgate.core.pool import KvPool
     from kvgate.core.profile import EngineProfile
     from kvgate.core.reason import Refusal
     from kvgate.core.tenant import Tenant
-    from kvgate.ports import Counted, Dialect, Engine, LedgerPort, Line, ReadRequest, Told
+    from kvgate.core.warmth import Warmth
+    from kvgate.ports import Counted, Dialect, Engine, LedgerPort, Line, ReadRequest, ReuseRule, Told
 
 ATTEMPTS = 3
 """How often one request is judged anew because the engine changed under it."""
@@ -52,12 +55,16 @@ class Receipt:
     """What the relay reports back.
 
     `ended`: the engine's answer came to its proper end. `told`: what it said it cost. `events`: how many pieces
-    of output passed, for an answer that was cut before it told.
+    of output passed, for an answer that was cut before it told. `loop`: what repeats itself in it, and `stopped`
+    whether the stream was ended for that. `ended_by_context`: which bound of the context cut it short.
     """
 
     ended: bool = False
     told: Told | None = None
     events: int = 0
+    loop: Loop | None = None
+    stopped: bool = False
+    ended_by_context: str = ""
 
 
 @dataclass(slots=True)
@@ -66,6 +73,7 @@ class Admitted:
 
     The holder calls `start` when the body goes out and `answered` when the engine's head is back, and fills
     in the receipt; leaving the gate's context settles the lease and gives the line back. `line` alone ever changes.
+    `cold` where the conversation had reuse on an engine process that is gone.
     """
 
     verdict: Admit | Clamp | Trim
@@ -75,6 +83,7 @@ class Admitted:
     line: Line
     lease: Lease
     reuse: Reuse
+    cold: bool
     start: Callable[[], None]
     answered: Callable[[], None]
     receipt: Receipt
@@ -138,9 +147,21 @@ class Gate:
         engine: counts, and opens lines.
         ledger: holds the KV cache's cells and slots.
         new_id: mints lease ids, unique for ever.
+        rule: who is served, and who may reuse; without one everybody and nobody.
+        warmth: which conversations had reuse, and where.
     """
 
-    def __init__(self, engine: Engine, ledger: LedgerPort, new_id: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        ledger: LedgerPort,
+        new_id: Callable[[], str],
+        *,
+        rule: ReuseRule | None = None,
+        warmth: Warmth | None = None,
+    ) -> None:
+        self._rule = rule
+        self._warmth = warmth
         self._engine = engine
         self._ledger = ledger
         self._new_id = new_id
@@ -154,6 +175,7 @@ class Gate:
         answer ended, by draining where only the engine can tell. Refusals are values; nothing is held then.
         """
         try:
+            self._check_served(call.tenant)
             request = call.dialect.read(call.body)
             _check_model(request.ask.model, call.tenant)
         except Refused as refused:
@@ -185,7 +207,7 @@ class Gate:
             yield await self._judge(call, request, held)
 
     async def _judge(self, call: Call, request: ReadRequest, held: _Held) -> Admitted | Rejected | None:
-        tenant, engine = call.tenant, self._engine
+        tenant, engine, came = call.tenant, self._engine, request
         try:
             weighed = await self._weigh(call, request)
             counted, pool, verdict, asked = weighed.counted, weighed.pool, weighed.verdict, weighed.asked
@@ -204,17 +226,18 @@ class Gate:
             return Rejected(refused.refusal, request=request)
         if held.line.profile != counted.profile:
             return None
-        reuse = Reuse.OFF
+        reuse = self._reuse(call, request, held.line.profile)
         edit = call.dialect.cap(request, verdict.size) | engine.reuse_edit(reuse)
         return Admitted(
             verdict=verdict,
             request=request,
             counted=counted,
-            body=request.document.edited(edit),
+            body=engine.unmarked(request.document).edited(edit),
             line=held.line,
             lease=lease,
             reuse=reuse,
             start=lambda: self._ledger.hand_over(held.lease_id, lambda: held.receipt.events),
+            cold=self._is_cold(call, came, held.line.profile, reuse),
             answered=lambda: self._ledger.answered(held.lease_id),
             receipt=held.receipt,
             explain=engine.explain,
@@ -225,6 +248,7 @@ class Gate:
     async def weigh(self, call: Call) -> Weighed | Rejected:
         """What `admit` would decide, by the same steps, as far as the ledger; nothing is reserved or sent."""
         try:
+            self._check_served(call.tenant)
             request = call.dialect.read(call.body)
             _check_model(request.ask.model, call.tenant)
             return await self._weigh(call, request)
@@ -261,6 +285,22 @@ class Gate:
             raise Refused(refusal(Reason.ENGINE_CHANGED, retry_after_s=1))
         return held.line
 
+    def _check_served(self, tenant: Tenant) -> None:
+        if self._rule is not None and not self._rule.serves(tenant):
+            raise Refused(refusal(Reason.ENGINE_DEDICATED))
+
+    def _reuse(self, call: Call, request: ReadRequest, profile: EngineProfile) -> Reuse:
+        """What prefix reuse the request has on this connection; none where its API cannot carry the switch."""
+        if self._rule is None or not request.ask.generates or not self._engine.carries_reuse(call.dialect.name):
+            return Reuse.OFF
+        return self._rule.of(call.tenant, profile, asked=request.document.get("cache_prompt") is True)
+
+    def _is_cold(self, call: Call, came: ReadRequest, profile: EngineProfile, reuse: Reuse) -> bool:
+        """Whether the conversation, by how it began before any trim, had reuse on a process that is gone."""
+        if self._warmth is None or (reuse is Reuse.OFF and not self._warmth):
+            return False
+        return self._warmth.is_cold(call.tenant.name, beginning(call.dialect.trimmable(came), came), profile, reuse)
+
     async def _check_reuse(self, dialect: str, counted: Counted, pool: KvPool) -> None:
         """Refuse a dialect whose requests cannot carry the switch, unless the engine has reuse off by itself."""
         if self._engine.reuse_is_off(dialect, counted.profile) is None:
@@ -278,7 +318,7 @@ class Gate:
             reservation = Reservation(held.lease_id, PROBE_TENANT, PROBE_QUOTA, PROBE_SIZE)
             if isinstance(await self._ledger.reserve(reservation, pool), Denied):
                 return  # found out nothing: the next request tries again
-            held.line = await self._engine.open()
+            held.line = await self._engine.open(fresh=True)
             try:
                 self._ledger.hand_over(held.lease_id)
                 await self._engine.probe_reuse(held.line)

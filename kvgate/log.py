@@ -77,6 +77,9 @@ class RequestLog:
             "used_prompt_tokens": None if usage is None else usage.prompt_tokens,
             "used_output_tokens": None if usage is None else usage.output_tokens,
             "cached_tokens": None if usage is None else usage.cached_tokens,
+            "finish": record.finish or None,
+            "ended_by_context": record.ended_by_context or None,
+            "loop": None if record.loop is None else record.loop.value,
             "hung_up": record.hung_up or None,
             "detail": record.detail or None,
         }

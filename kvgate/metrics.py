@@ -82,6 +82,16 @@ class Metrics:
         self._trimmed = self._counter(
             "kvgate_trimmed_tokens", "Prompt tokens dropped by trimming.", ("tenant", "how")
         )
+        self._loops = self._counter(
+            "kvgate_loops",
+            "Answers that repeat themselves over and over, by sign and by what was done: observed or stopped.",
+            ("tenant", "sign", "action"),
+        )
+        self._ended_by_context = self._counter(
+            "kvgate_ended_by_context",
+            "Answers that the context cut short, not the client's own limit, by the bound that did.",
+            ("tenant", "bound"),
+        )
         self._drift = self._counter(
             "kvgate_count_drift",
             "Answers whose prompt size by the engine's usage differs from what this proof said. Must stay 0.",
@@ -94,6 +104,11 @@ class Metrics:
             "kvgate_reuse_violations",
             "Answers that reused a KV prefix although reuse was off. Must stay 0.",
             ("tenant",),
+        )
+        self._reuse = self._counter(
+            "kvgate_reuse",
+            "Admitted requests by the prefix reuse that they had: off, on.",
+            ("tenant", "reuse"),
         )
         self._engine_changes = self._counter(
             "kvgate_engine_changes", "Times the engine became another one after it was first seen.", ("what",)
@@ -140,12 +155,19 @@ class Metrics:
             self._hangups.labels(record.tenant).inc()
         # Counted at 0 too: what must stay 0 is there to be looked at from the first request on.
         self._reuse_violations.labels(record.tenant).inc(record.reuse_violation)
+        if record.reuse:
+            self._reuse.labels(record.tenant, record.reuse).inc()
         if record.proof:
             self._drift.labels(record.dialect, record.proof).inc(record.count_drift_tokens != 0)
             self._counts.labels(record.proof).inc()
         if (trimmed := record.trimmed) is not None:
             self._trims.labels(record.tenant, trimmed.how).inc()
             self._trimmed.labels(record.tenant, trimmed.how).inc(trimmed.tokens)
+        if record.loop is not None:
+            action = "stopped" if record.loop_stopped else "observed"
+            self._loops.labels(record.tenant, record.loop.value, action).inc()
+        if record.ended_by_context:
+            self._ended_by_context.labels(record.tenant, record.ended_by_context).inc()
         if (usage := record.usage) is not None:
             self._tokens.labels(record.tenant, "prompt").inc(usage.prompt_tokens)
             self._tokens.labels(record.tenant, "output").inc(usage.output_tokens)
@@ -178,9 +200,11 @@ class Metrics:
         ready: Callable[[], bool],
         connections: Callable[[], int],
         store_out: Callable[[], bool] = lambda: False,
+        *,
+        context_tokens_min: Callable[[], int | None] = lambda: None,
     ) -> None:
         """Read these at each scrape."""
-        state = _State(profile, ledger, ready, connections, store_out)
+        state = _State(profile, ledger, ready, connections, store_out, context_tokens_min=context_tokens_min)
         self._states.append(state)
         self.registry.register(state)
 
@@ -267,8 +291,11 @@ class _State:
         ready: Callable[[], bool],
         connections: Callable[[], int],
         store_out: Callable[[], bool],
+        *,
+        context_tokens_min: Callable[[], int | None],
     ) -> None:
         self._profile, self._ledger = profile, ledger
+        self._context_tokens_min = context_tokens_min
         self._ready, self._connections, self._store_out = ready, connections, store_out
 
     def describe(self) -> Iterator[Metric]:
@@ -285,6 +312,11 @@ class _State:
         )
         yield GaugeMetricFamily(
             "kvgate_upstream_connections", "Open connections to the engine.", value=self._connections()
+        )
+        yield GaugeMetricFamily(
+            "kvgate_engine_context_min_tokens",
+            "Tokens that a slot must hold: engine.context_tokens_min, 0 where none is set.",
+            value=self._context_tokens_min() or 0,
         )
         if (profile := self._profile()) is not None:
             yield from _engine(profile)
@@ -408,4 +440,10 @@ def _ledger(view: LedgerView) -> Iterator[Metric]:
         "kvgate_drains_overdue",
         "Drains ended by time because the engine never showed the slot idle, since start.",
         value=view.drains_overdue,
+    )
+    yield GaugeMetricFamily(
+        "kvgate_leases_expired",
+        "Leases that ran out because their gate was not heard of (it crashed, hung, or lost the store), since start, "
+        "of all gates that share the ledger.",
+        value=view.leases_expired,
     )

@@ -11,11 +11,13 @@ from kvgate.core.engine_state import Trouble
 from kvgate.core.trim_policy import UNSAID, TrimAsk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    import re
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvgate.core.ask import Ask, Usage
     from kvgate.core.json_object import Edit, JsonObject
     from kvgate.core.ledger import Denied, Lease, Reservation
+    from kvgate.core.loops import Loop
     from kvgate.core.pool import KvPool
     from kvgate.core.profile import EngineProfile
     from kvgate.core.reason import Refusal
@@ -107,21 +109,25 @@ class Told:
         usage: the figures, as far as they are told.
         prompts: how many of the request's prompts, from the first on, `usage.prompt_tokens` is the sum of.
         untold: the texts of answers whose tokens are in no figure.
+        finish: why it ended, one of `core.ending.FINISHES`; empty where it does not say.
     """
 
     usage: Usage
     prompts: int = 1
     untold: tuple[str, ...] = ()
+    finish: str = ""
 
 
 class StreamTap(Protocol):
     """Watches one answer stream, event by event, in its dialect.
 
     `told` once the engine said what it cost, `ended` once the dialect's end marker passed, `failure` the data of
-    an error event (kept back: the relay says it in the dialect's words), `events` how many carried output.
+    an error event (kept back: the relay says it in the dialect's words), `events` how many carried output, `finish`
+    why an answer of it ended, one of `core.ending.FINISHES`.
     """
 
     ended: bool
+    finish: str
     failure: bytes | None
     events: int
 
@@ -129,8 +135,18 @@ class StreamTap(Protocol):
     def told(self) -> Told | None:
         """What the stream has said that it cost."""
 
+    @property
+    def text(self) -> tuple[re.Pattern[bytes], ...]:
+        """Where the stream has its generated text (`wire.generated.members`); none where there is none."""
+
     def take(self, event: bytes) -> bytes:
         """One whole event from the engine; returns what of it the client gets, perhaps nothing."""
+
+    def stop(self, events: Sequence[bytes], usage: Usage) -> bytes:
+        """Events that end the stream here as if its output limit were reached, and name the loop as the cause.
+
+        `events` are the last that were taken; empty where nothing that goes on from them would be a whole stream.
+        """
 
 
 class Dialect(Protocol):
@@ -171,6 +187,10 @@ class Dialect(Protocol):
 
     def told(self, request: ReadRequest, body: bytes) -> Told | None:
         """What a whole, unstreamed answer says it cost."""
+
+    @property
+    def whole_text(self) -> tuple[re.Pattern[bytes], ...]:
+        """Where a whole answer has its generated text, as `StreamTap.text` is for a stream."""
 
     def tap(self, request: ReadRequest) -> StreamTap:
         """A watcher for the answer stream of this request."""
@@ -267,7 +287,7 @@ class Engine(Protocol):
             Refused: as `count`.
         """
 
-    async def open(self) -> Line:
+    async def open(self, *, fresh: bool = False) -> Line:
         """A connection for one inference.
 
         Raises:
@@ -279,6 +299,12 @@ class Engine(Protocol):
 
     def reuse_edit(self, reuse: Reuse) -> Edit:
         """The edit that tells this kind of engine what prefix reuse the request may have."""
+
+    def unmarked(self, document: JsonObject) -> JsonObject:
+        """The body without the marks, deep inside it, that ask for or key reuse; every other byte as it came."""
+
+    def carries_reuse(self, dialect: str) -> bool:
+        """Whether a request of this dialect can ask for reuse, or against it."""
 
     def reuse_is_off(self, dialect: str, profile: EngineProfile) -> bool | None:
         """Whether a request of this dialect can be kept from reuse on this engine.
@@ -307,6 +333,16 @@ class StartupLogSource(Protocol):
 
     def read(self) -> StartupLog:
         """All that the log has said until now, read."""
+
+
+class ReuseRule(Protocol):
+    """Who may be served by this engine, and who of them may reuse (the rule itself is `core.canary`)."""
+
+    def serves(self, tenant: Tenant) -> bool:
+        """Whether the engine is there for this tenant at all."""
+
+    def of(self, tenant: Tenant, profile: EngineProfile, *, asked: bool) -> Reuse:
+        """What a request has on the engine of this very connection; `asked` is whether it asks for reuse."""
 
 
 def nothing_yet() -> int:
@@ -347,7 +383,8 @@ class RequestRecord:
     Times are seconds, sizes tokens; None where the request did not come that far. `tenant` is "-" where no
     key was accepted, `path` only ever a served path or "-". `proof` is what counted the prompt, and
     `count_drift_tokens` by how much the engine's usage differs from that; 0 is as it must be. `asked` is for judging
-    it again (`core.replay`); neither the log nor the metrics show it.
+    it again (`core.replay`); neither the log nor the metrics show it. `finish` is why the engine ended the answer,
+    `ended_by_context` which bound of the context did, `answered_s` when the answer's head went out.
     """
 
     request_id: str
@@ -373,6 +410,13 @@ class RequestRecord:
     detail: str = ""
     asked: Asked | None = None
     trimmed: Trimmed | None = None
+    finish: str = ""
+    loop: Loop | None = None
+    loop_stopped: bool = False
+    ended_by_context: str = ""
+    profile: EngineProfile | None = None
+    reuse: str = ""
+    answered_s: float | None = None
 
 
 class Observer(Protocol):

@@ -5,17 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from kvgate.core.ask import Usage
+from kvgate.core.ending import ended_by_context
 from kvgate.core.reason import Reason, Refusal, refusal
+from kvgate.core.reuse import Reuse
 from kvgate.core.sse import EventSplitter, EventTooLarge
+from kvgate.core.tenant import LoopGuard
 from kvgate.ports import LineFailed, LineStalled, Refused
 from kvgate.upstream import RETRY_AFTER_S, whole_body
 from kvgate.wire.answers import is_answer, is_error
+from kvgate.wire.generated import StreamWatch, loop_in
+from kvgate.wire.masking import masked, masked_event
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvgate.gate import Admitted
-    from kvgate.ports import Dialect, Head
+    from kvgate.ports import Dialect, Head, StreamTap
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 """An unstreamed answer is held whole until its end, so that a cut one can still become a clear error."""
@@ -47,13 +53,20 @@ class Relayed:
 
 
 async def relay(
-    admitted: Admitted, dialect: Dialect, path: str, client: Client, headers: Mapping[str, str]
+    admitted: Admitted,
+    dialect: Dialect,
+    path: str,
+    client: Client,
+    headers: Mapping[str, str],
+    *,
+    loop_guard: LoopGuard = LoopGuard.OFF,
 ) -> Relayed:
     """Run one admitted request.
 
     1. The head is awaited, and of a stream its first bytes that are no error: until then an error is still an
        ordinary answer, with a status of its own.
-    2. An event stream goes on as it comes, event by event; its usage is read on the way.
+    2. An event stream goes on as it comes, event by event; its usage is read on the way, and it may be ended where it
+       repeats itself (`loop_guard`).
     3. Anything else is held until it is whole, so that the client gets all of it or an error.
 
     The receipt says `ended` only where the engine's answer came to its proper end, or nothing of the request reached
@@ -68,8 +81,9 @@ async def relay(
         return await say(refused.refusal, f"on a second connection: {refused.detail}")
     admitted.answered()
     if head.status == 200 and (head.get("content-type") or "").startswith("text/event-stream"):
-        return await _stream(admitted, dialect, client, {**_passed_on(head), **headers}, say)  # 2
-    return await _whole(admitted, dialect, head, say)  # 3
+        guard = _Guard(loop_guard, dialect.tap(admitted.request), admitted)
+        return await _stream(admitted, guard, {**_passed_on(head), **headers}, say)  # 2
+    return await _whole(admitted, dialect, head, say, loop_guard)  # 3
 
 
 async def _sent(admitted: Admitted, path: str) -> Head:
@@ -90,27 +104,32 @@ async def _sent(admitted: Admitted, path: str) -> Head:
     raise AssertionError("the second attempt returns or raises")
 
 
-async def _stream(
-    admitted: Admitted, dialect: Dialect, client: Client, headers: Mapping[str, str], say: _Say
-) -> Relayed:
-    tap = dialect.tap(admitted.request)
+async def _stream(admitted: Admitted, guard: _Guard, headers: Mapping[str, str], say: _Say) -> Relayed:
+    tap, watch, client = guard.tap, guard.watch, say.client
     splitter = EventSplitter()
+    shown = masked_event if admitted.reuse is Reuse.OFF else bytes
     begun, problem = False, ""
     reason = Reason.ENGINE_FAILED
     try:
         while data := await admitted.line.read():
             admitted.receipt.events = tap.events
-            if out := b"".join([tap.take(event) for event in splitter.feed(data)]):
+            events = splitter.feed(data)
+            if out := b"".join([shown(tap.take(event)) for event in events]):
                 if not begun:
                     begun = True
                     await client.begin(200, headers)
                 await client.write(out)
+            if watch is not None and watch.take(data) and (ending := guard.ending(events)):
+                await client.write(ending)
+                return Relayed(200)
     except LineFailed as failed:
         problem, reason = str(failed), _reason_of(failed)
     except EventTooLarge as large:
         problem = str(large)
     finally:
         admitted.receipt.told, admitted.receipt.events = tap.told, tap.events
+        admitted.receipt.loop = None if watch is None else watch.look()
+        admitted.receipt.ended_by_context = _context_ended(admitted)
     if tap.ended and tap.failure is None and begun:
         # The client has its whole answer, whatever the engine did behind it.
         admitted.receipt.ended = not problem
@@ -121,11 +140,11 @@ async def _stream(
         failure, problem = refusal(reason), problem or "the stream had no end marker"
     if not begun:
         return await say(failure, f"before the first event: {problem}")
-    await client.write(dialect.refuse_in_stream(failure))
+    await client.write(say.dialect.refuse_in_stream(failure))
     return Relayed(200, failure, problem)
 
 
-async def _whole(admitted: Admitted, dialect: Dialect, head: Head, say: _Say) -> Relayed:
+async def _whole(admitted: Admitted, dialect: Dialect, head: Head, say: _Say, loop_guard: LoopGuard) -> Relayed:
     try:
         body = await whole_body(admitted.line, ANSWER_BYTES_MAX)
     except LineFailed as failed:
@@ -137,9 +156,51 @@ async def _whole(admitted: Admitted, dialect: Dialect, head: Head, say: _Say) ->
         return await say.failure(Reason.ENGINE_FAILED, f"{len(body)} bytes that are no JSON")
     if is_error(body):
         return await say(admitted.explain(500, body), "an error inside a 200")
-    admitted.receipt.told = dialect.told(admitted.request, body)
-    await say.client.whole(head.status, {**_passed_on(head), **say.headers}, body)
+    receipt = admitted.receipt
+    receipt.told = dialect.told(admitted.request, body)
+    receipt.ended_by_context = _context_ended(admitted)
+    if loop_guard is not LoopGuard.OFF:
+        receipt.loop = loop_in(body, dialect.whole_text)
+    found = {"x-kvgate-ended-by-context": receipt.ended_by_context, "x-kvgate-loop": receipt.loop}
+    told = {name: str(value) for name, value in found.items() if value}
+    shown = masked(body) if admitted.reuse is Reuse.OFF else body
+    await say.client.whole(head.status, {**_passed_on(head), **say.headers, **told}, shown)
     return Relayed(head.status)
+
+
+def _context_ended(admitted: Admitted) -> str:
+    told, verdict = admitted.receipt.told, admitted.verdict
+    if told is None or not admitted.request.ask.generates:
+        return ""
+    alone = verdict.size.sequences == 1 and not told.untold
+    output = told.usage.output_tokens if alone else None
+    asked = admitted.request.ask.output_tokens
+    return ended_by_context(told.finish, output, verdict.size.output_tokens, asked, verdict.room)
+
+
+class _Guard:
+    """What a tenant wants done about a stream that repeats itself.
+
+    One of several answers is never a reason to stop the others: such a request is observed only.
+    """
+
+    def __init__(self, loop_guard: LoopGuard, tap: StreamTap, admitted: Admitted) -> None:
+        self.tap = tap
+        ask = admitted.request.ask
+        answers = ask.sequences * max(len(ask.prompts), 1)
+        watched = loop_guard is not LoopGuard.OFF and bool(tap.text)
+        self.watch = StreamWatch(tap.text, answers) if watched else None
+        self._admitted = admitted
+        self._stops = loop_guard is LoopGuard.STOP and answers == 1
+
+    def ending(self, events: list[bytes]) -> bytes:
+        """What ends the stream now, behind these events; empty where it goes on."""
+        if not self._stops or self.tap.ended:
+            return b""
+        usage = Usage(sum(self._admitted.counted.prompts), self.tap.events)
+        ending = self.tap.stop(events, usage)
+        self._admitted.receipt.stopped = bool(ending)
+        return ending
 
 
 def _reason_of(failed: LineFailed) -> Reason:

@@ -25,8 +25,10 @@ from kvgate.core.tenant import (
     WEIGHT_MAX,
     WEIGHT_MIN,
     Limits,
+    LoopGuard,
     OnOverflow,
     Quota,
+    ReusePolicy,
     Share,
     Tenant,
     Tier,
@@ -93,6 +95,11 @@ class EngineSettings(_Section):
         ge=1,
         description="Tokens of prompts that may be read at once: granted, and no output yet. A larger prompt goes "
         "alone. None sets no bound (docs/fairness.md).",
+    )
+    dedicated_to: tuple[str, ...] = Field(
+        (),
+        description="Names of the only tenants that this engine serves; empty serves every tenant, none of them with "
+        "prefix reuse (docs/reuse.md).",
     )
     drain_max_s: float = Field(
         120.0, gt=0, description="Seconds after which a hung-up request's KV counts as free without proof."
@@ -166,6 +173,17 @@ class StoreSettings(_Section):
     )
 
 
+class ReportSettings(_Section):
+    """What is kept of each request for `kvgate report`; no text of it."""
+
+    keep_s: int = Field(
+        24 * 3600, ge=0, description="Seconds for which a request's report is kept in the store; 0 keeps none."
+    )
+    kept_max: int = Field(
+        20_000, ge=0, description="Reports kept at most, of all tenants; the oldest go. About a kilobyte each."
+    )
+
+
 class HttpSettings(_Section):
     """The tenants' side of the gate."""
 
@@ -178,6 +196,17 @@ class HttpSettings(_Section):
         (), description="Origins whose browser pages may ask, such as https://chat.example; * allows every page."
     )
     stop_grace_s: float = Field(30.0, ge=0, description="Seconds that running requests get to finish on SIGTERM.")
+
+
+class CanarySettings(_Section):
+    """Prefix reuse: how its evidence is kept true (docs/reuse.md)."""
+
+    every_h: float = Field(
+        0.0,
+        ge=0,
+        description="Hours after which the suite runs again on a pinned engine, and at once on a process that takes "
+        "its place; 0 leaves both to `kvgate canary run`.",
+    )
 
 
 class Settings(BaseSettings):
@@ -210,6 +239,8 @@ class Settings(BaseSettings):
     engine: EngineSettings = Field(EngineSettings(), description="The engine.")
     store: StoreSettings = Field(StoreSettings(), description="The store.")
     http: HttpSettings = Field(HttpSettings(), description="The tenants' side.")
+    canary: CanarySettings = Field(CanarySettings(), description="Prefix reuse.")
+    report: ReportSettings = Field(ReportSettings(), description="What is kept of each request.")
     fairness: FairnessSettings = Field(FairnessSettings(), description="Prices and the order among tenants.")
 
     @model_validator(mode="after")
@@ -278,6 +309,11 @@ class TenantSection(_Section):
         description="Limit. Tokens, at 4 bytes each, in whose multiples history is dropped, so that the kept prefix "
         "stays the same for several turns; 0 drops no more than needed.",
     )
+    loop_guard: LoopGuard = Field(
+        LoopGuard.OBSERVE,
+        description="Limit. What to do about an answer that repeats itself over and over: `off`, `observe` (count "
+        "it) or `stop` its stream (docs/loops.md).",
+    )
     concurrency_max: int | None = Field(None, ge=1, description="Quota. Sequences that run at once.")
     kv_tokens_max: int | None = Field(None, ge=1, description="Quota. KV tokens held at once.")
     queue_max: int = Field(64, ge=0, description="Quota. Requests that may wait.")
@@ -308,6 +344,11 @@ class TenantSection(_Section):
         "tenants' together at most 1.",
     )
 
+    reuse: Literal["off", "canary"] = Field(
+        "off",
+        description="Whether the tenant is on the allowlist for prefix reuse: `off` or `canary` (docs/reuse.md).",
+    )
+
     @model_validator(mode="after")
     def _ratio_and_tier(self) -> Self:
         if (self.tier is Tier.GUARANTEED) != (self.guaranteed_ratio > 0):
@@ -328,6 +369,7 @@ class TenantSection(_Section):
                 trim_side=self.trim_side,
                 trim_room_tokens=self.trim_room_tokens,
                 trim_stride_tokens=self.trim_stride_tokens,
+                loop_guard=self.loop_guard,
             ),
             quota=Quota(
                 concurrency_max=self.concurrency_max,
@@ -339,6 +381,7 @@ class TenantSection(_Section):
             ),
             models=None if self.models is None else frozenset(self.models),
             share=Share(self.weight, self.tier, self.guaranteed_ratio),
+            reuse=ReusePolicy(self.reuse),
         )
 
 

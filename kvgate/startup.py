@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from kvgate import die_with_parent
+from kvgate.core.command_line import BadCommandLine, read_words
 from kvgate.core.startup_log import LINE_CHARS_MAX, StartupLog
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Child:
         self._command = command
         self._copy_to = copy_to
         self._copied_bytes = 0
-        self._log = StartupLog()
+        self._log = StartupLog(context_shift=_shifts(command))
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
 
@@ -155,7 +156,7 @@ class Child:
                 sys.stderr.flush()
             self._copy(line)
             # As in LogFile. A child starts once; what follows may quote clients, who could write another start.
-            if not continued and self._log.starts == 0:
+            if not continued and not self._log.is_settled:
                 self._log.feed([line.decode("utf-8", "replace")])
             continued = not line.endswith(b"\n")
 
@@ -164,3 +165,11 @@ class Child:
             self._copied_bytes += len(line)
             with self._copy_to.open("ab") as file:
                 file.write(line)
+
+
+def _shifts(command: Sequence[str]) -> bool | None:
+    """Whether an engine of this command line shifts its context; None where it says nothing, or is none."""
+    try:
+        return read_words(command).context_shift
+    except BadCommandLine:
+        return None

@@ -75,6 +75,8 @@ class Connection(asyncio.Protocol):
         self._keep_alive = True
         self.is_retired = False
         """Whether its exchange is the last one, whatever the engine says."""
+        self.is_kept = False
+        """Whether it waited in the pool since its last exchange: the other end may have closed it meanwhile."""
         self._lost: str | None = None
         self._stalled = False
         self._heard_at_s = 0.0
@@ -332,13 +334,16 @@ class Upstream:
         """Connections that exist now, idle ones included."""
         return len(self._open)
 
-    async def open(self) -> Connection:
+    async def open(self, *, fresh: bool = False) -> Connection:
         """A connection that nobody else uses, to an engine that has introduced itself.
+
+        `fresh` for several exchanges in a row: llama-server ends a connection after 100, and a kept one may be near
+        its end.
 
         Raises:
             Refused: the engine cannot be reached, is loading, or does not say what must be known.
         """
-        while self._idle:
+        while self._idle and not fresh:
             connection = self._idle.pop()
             connection.keep(None)
             if connection.usable:
@@ -387,6 +392,7 @@ class Upstream:
         if not connection.usable:
             connection.close()
             return
+        connection.is_kept = True
         connection.keep(self._loop.call_later(IDLE_S, connection.close))
         self._idle.append(connection)
 

@@ -97,6 +97,7 @@ def _native(index: int, text: str, *, stop: bool, predicted: int, evaluated: int
     answer = {"index": index, "content": text, "stop": stop, "tokens_predicted": predicted}
     answer |= {"tokens_evaluated": evaluated}
     if stop:
+        answer |= {"stop_type": "limit"}
         answer |= {"prompt": 'Once "stop":true', "timings": {"cache_n": cached, "prompt_n": evaluated - cached}}
     return answer
 
@@ -110,8 +111,13 @@ _CHAT: Final = Sample(
     wholes=(
         Whole(
             {},
-            {"choices": [{"index": 0, "message": {"role": "assistant", "content": "I'm"}}], **_openai(33, 2, 24)},
-            Told(Usage(33, 2, 24)),
+            {
+                "choices": [
+                    {"index": 0, "message": {"role": "assistant", "content": "I'm"}, "finish_reason": "stop"}
+                ],
+                **_openai(33, 2, 24),
+            },
+            Told(Usage(33, 2, 24), finish="stop"),
         ),
         Whole(
             {"n": 3},
@@ -119,11 +125,11 @@ _CHAT: Final = Sample(
                 "choices": [
                     {"index": 0, "message": {"content": "I'm"}},
                     {"index": 1, "message": {"content": "Ah,", "reasoning_content": "hm "}},
-                    {"index": 2, "message": {"content": None}},
+                    {"index": 2, "message": {"content": None}, "finish_reason": "length"},
                 ],
                 **_openai(33, 2),
             },
-            Told(Usage(33, 2), untold=("hm Ah,", "")),
+            Told(Usage(33, 2), untold=("hm Ah,", ""), finish="length"),
         ),
     ),
     stream=Stream(
@@ -141,7 +147,7 @@ _CHAT: Final = Sample(
             data({"choices": [], "id": "chatcmpl-1", **_openai(33, 3), "timings": {"cache_n": 0}}),
             data("[DONE]"),
         ),
-        Told(Usage(33, 5, 5)),
+        Told(Usage(33, 5, 5), finish="length"),
         kept=frozenset({5, 9}),
     ),
     sequences=True,
@@ -171,7 +177,7 @@ _COMPLETIONS: Final = Sample(
             data(_text(1, "", "length", **_openai(2, 2))),
             data("[DONE]"),
         ),
-        Told(Usage(3, 4), prompts=2),
+        Told(Usage(3, 4), prompts=2, finish="length"),
         kept=frozenset({0}),
     ),
     sequences=True,
@@ -196,9 +202,16 @@ _RESPONSES: Final = Sample(
             event("response.output_text.delta", delta="Hel"),
             event("response.output_text.delta", delta="lo 🦜"),
             event("response.output_text.done", text="Hello"),
-            event("response.completed", response={**_response("Hello", 31, 2), "error": None}),
+            event(
+                "response.incomplete",
+                response={
+                    **_response("Hello", 31, 2),
+                    "error": None,
+                    "incomplete_details": {"reason": "max_output_tokens"},
+                },
+            ),
         ),
-        Told(Usage(31, 2)),
+        Told(Usage(31, 2), finish="length"),
     ),
     sequences=True,
 )
@@ -224,9 +237,10 @@ _MESSAGES: Final = Sample(
             {
                 "type": "message",
                 "content": [{"type": "text", "text": "Hi"}],
+                "stop_reason": "tool_use",
                 "usage": {"cache_read_input_tokens": 20, "input_tokens": 13, "output_tokens": 2},
             },
-            Told(Usage(33, 2, 20)),
+            Told(Usage(33, 2, 20), finish="tool_calls"),
         ),
         Whole(
             {},
@@ -248,7 +262,7 @@ _MESSAGES: Final = Sample(
             event("message_delta", delta={"stop_reason": "max_tokens"}, usage={"output_tokens": 2}),
             event("message_stop"),
         ),
-        Told(Usage(33, 2, 4)),
+        Told(Usage(33, 2, 4), finish="length"),
     ),
     # Without an envelope: only the event's name tells (seen on a pool of 256 cells).
     failure='event: error\ndata: {"code":500,"message":"Context size has been exceeded.","type":"server_error"}\n\n',
@@ -267,7 +281,7 @@ _COMPLETION: Final = Sample(
                 _native(0, "-will", stop=True, predicted=2, evaluated=4, cached=3),
                 _native(1, ";", stop=True, predicted=1, evaluated=2),
             ],
-            Told(Usage(6, 3, 3), prompts=2),
+            Told(Usage(6, 3, 3), prompts=2, finish="length"),
         ),
         Whole(
             {"prompt": "Once", "n": 2},
@@ -275,9 +289,13 @@ _COMPLETION: Final = Sample(
                 _native(0, "a", stop=True, predicted=2, evaluated=4),
                 _native(1, "b", stop=True, predicted=2, evaluated=4),
             ],
-            Told(Usage(4, 4)),
+            Told(Usage(4, 4), finish="length"),
         ),
-        Whole({"prompt": "Once"}, _native(0, "a", stop=True, predicted=2, evaluated=4), Told(Usage(4, 2))),
+        Whole(
+            {"prompt": "Once"},
+            _native(0, "a", stop=True, predicted=2, evaluated=4),
+            Told(Usage(4, 2), finish="length"),
+        ),
     ),
     stream=Stream(
         {},
@@ -290,7 +308,7 @@ _COMPLETION: Final = Sample(
             data(_native(0, '"stop":true', stop=False, predicted=2, evaluated=1)),
             data(_native(0, "", stop=True, predicted=2, evaluated=1)),
         ),
-        Told(Usage(3, 4), prompts=2),
+        Told(Usage(3, 4), prompts=2, finish="length"),
         kept=frozenset({0}),
     ),
     sequences=True,
@@ -302,7 +320,11 @@ _INFILL: Final = Sample(
     limits=("n_predict", "max_completion_tokens", "max_tokens"),
     fields=("input_prefix", "input_suffix", "input_extra", "prompt", "stream", "n", "n_predict", "response_fields"),
     malformed=({"input_prefix": 5}, {"input_extra": [1]}, {"input_extra": [{"text": 1}]}, {"prompt": ["a"]}),
-    wholes=(Whole({}, _native(0, "x", stop=True, predicted=2, evaluated=9, cached=1), Told(Usage(9, 2, 1))),),
+    wholes=(
+        Whole(
+            {}, _native(0, "x", stop=True, predicted=2, evaluated=9, cached=1), Told(Usage(9, 2, 1), finish="length")
+        ),
+    ),
     stream=Stream(
         {},
         (
@@ -310,7 +332,7 @@ _INFILL: Final = Sample(
             data(_native(0, "🦜", stop=False, predicted=2, evaluated=9)),
             data(_native(0, "", stop=True, predicted=2, evaluated=9)),
         ),
-        Told(Usage(9, 2)),
+        Told(Usage(9, 2), finish="length"),
     ),
     sequences=True,
 )

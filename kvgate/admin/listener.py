@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from kvgate.metrics import CONTENT_TYPE
+from kvgate.store.errors import StoreUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from kvgate.metrics import Metrics
+    from kvgate.store.reports import Report
 
 CHAT = "/v1/chat/completions"
 """What is explained where no path is named."""
@@ -28,6 +30,7 @@ def admin_app(
     engine: Callable[[], dict[str, Any]],
     refresh: Callable[[], Awaitable[None]],
     explain: Callable[[str, str, bytes], Awaitable[dict[str, Any]]],
+    reports: Callable[[str], Awaitable[tuple[Report, ...]]],
     body_bytes_max: int,
 ) -> web.Application:
     """The operator's application.
@@ -36,6 +39,7 @@ def admin_app(
     that say why not, the warnings, and the engine's state. `/metrics`: for Prometheus. `/status`: everything, as
     JSON. The last two `refresh` first, which a store that hangs can delay by no more than its timeout.
     `POST /explain?tenant=NAME&path=PATH`: the verdict that the body would get; 404 for an unknown tenant or path.
+    `GET /report/ID`: what is kept of the requests with this id, the last one first; 404 where nothing is.
     """
 
     async def healthz(_: web.Request) -> web.Response:
@@ -62,12 +66,23 @@ def admin_app(
             return web.json_response({"problem": str(error)}, status=404)
         return web.json_response(found)
 
+    async def report(request: web.Request) -> web.Response:
+        try:
+            found = await reports(request.match_info["id"])
+        except StoreUnavailable as error:
+            return web.json_response({"problem": str(error)}, status=503)
+        problem = (
+            "nothing is kept of a request with this id: it is the x-request-id of an answer, for [report] keep_s"
+        )
+        return web.json_response({"reports": found} if found else {"problem": problem}, status=200 if found else 404)
+
     app = web.Application(client_max_size=body_bytes_max)
     app.router.add_get("/healthz", healthz)
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/metrics", exposition)
     app.router.add_get("/status", everything)
     app.router.add_post("/explain", explanation)
+    app.router.add_get("/report/{id}", report)
     return app
 
 

@@ -12,10 +12,12 @@ from aiohttp import web
 from kvgate.metrics import CONTENT_TYPE, merged
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Callable, Mapping
     from pathlib import Path
 
 ASK_TIMEOUT_S: Final = 5.0
+
+NOBODY: Final = (503, b'{"problem": "no worker answers"}')
 
 SUMMED: Final = ("in_flight", "upstream_connections", "tasks")
 """Figures of `/status` that each worker has for itself; the others are of the engine and the store they share."""
@@ -80,7 +82,19 @@ def merged_app(workers: Mapping[int, Path], body_bytes_max: int) -> web.Applicat
     app.router.add_get("/metrics", exposition)
     app.router.add_get("/status", status)
     app.router.add_post("/explain", explain)
+    app.router.add_get("/report/{id}", _best_answer(workers))
     return app
+
+
+def _best_answer(workers: Mapping[int, Path]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Each worker asks the store for a report; what one has not written yet, that one alone finds."""
+
+    async def answer(request: web.Request) -> web.Response:
+        answers = await asyncio.gather(*(send(socket, "GET", request.raw_path) for socket in workers.values()))
+        status, body = min((answer for answer in answers if answer is not None), default=NOBODY)
+        return web.Response(status=status, body=body, content_type="application/json")
+
+    return answer
 
 
 def merged_readiness(answers: Mapping[int, Any]) -> dict[str, Any]:

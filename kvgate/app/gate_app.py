@@ -18,22 +18,27 @@ from aiohttp import web
 from kvgate.admin.listener import admin_app
 from kvgate.app.engine_watch import ENGINE_POLL_S, LifeWatch, SlotsWatch, look_at
 from kvgate.app.explaining import Explainer
+from kvgate.app.gate_suite import GateSuite
 from kvgate.app.health import Health
+from kvgate.app.reuse_keeper import ReuseKeeper
 from kvgate.app.tenants_file import STORE_TIMEOUT_S, NotApplied, TenantsFile
 from kvgate.core.engine_state import EngineState
 from kvgate.core.guarantee import guaranteed
 from kvgate.core.profile import KvSettings, Topology
 from kvgate.core.reason import Reason
+from kvgate.core.warmth import Warmth
 from kvgate.engines.llamacpp import CountingSettings, LlamaCpp, LlamaCppSettings
 from kvgate.gate import Gate
 from kvgate.log import RequestLog
 from kvgate.metrics import Metrics
 from kvgate.settings import BadSettings, reloaded
 from kvgate.startup import Child, LogFile
+from kvgate.store.canary import CanaryStore, CanaryWatch
 from kvgate.store.client import connect
 from kvgate.store.embedded import EmbeddedValkey
 from kvgate.store.errors import StoreUnavailable
 from kvgate.store.recent_sizes import RecentSizes
+from kvgate.store.reports import Reports
 from kvgate.store.shared_ledger import SharedLedger, SharedSettings, engine_id
 from kvgate.store.tenants import ValkeyTenants
 from kvgate.web import Front, WebSettings, served_routes
@@ -41,8 +46,10 @@ from kvgate.web import Front, WebSettings, served_routes
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
+    from kvgate.app.canary_schedule import SuiteRunner
     from kvgate.ports import RequestRecord
     from kvgate.settings import Reloaded, Settings
+    from kvgate.store.client import StoreClient
 
 log = logging.getLogger("kvgate.app")
 
@@ -61,11 +68,15 @@ class _Observers:
     metrics: Metrics
     request_log: RequestLog
     sizes: RecentSizes
+    reports: Reports
+    reuse: ReuseKeeper
 
     def request(self, record: RequestRecord) -> None:
         self.metrics.request(record)
         self.request_log.request(record)
         self.sizes.request(record)
+        self.reports.request(record)
+        self.reuse.request(record)
 
 
 class App:
@@ -77,6 +88,7 @@ class App:
         announce: told, once, that the gate listens: the tenants' URL and the operator's.
         reread: reads the settings anew, on SIGHUP; raises `BadSettings`.
         worker: one of several processes on one address: the socket where its operator's side listens.
+        suite: runs the reuse suite by schedule (`canary.every_h`).
     """
 
     def __init__(
@@ -86,6 +98,8 @@ class App:
         announce: Callable[[str, str], None] | None = None,
         reread: Callable[[], Settings] | None = None,
         worker: Path | None = None,
+        *,
+        suite: SuiteRunner | None = None,
     ) -> None:
         if settings.engine.url is None:
             raise CannotStart("no engine: give --upstream http://host:port, or engine.url in kvgate.toml")
@@ -93,6 +107,7 @@ class App:
         self._announce = announce
         self._reread = reread
         self._worker = worker
+        self._suite = suite
         self._clock = time.monotonic
         self._child = Child(command) if command else None
         self._metrics = Metrics()
@@ -128,7 +143,7 @@ class App:
             names = ", ".join(found.needs_restart)
             health.settings_problem = f"these settings were changed and need a restart to come into force: {names}"
         if any(name.startswith("engine.") for name in found.changed):
-            self._engine.configure(_engine_settings(settings))
+            self._engine.configure(engine_settings(settings))
         health.front.configure(_web_settings(settings))
         health.tenants_file.anonymous = settings.anonymous_tenant
         log.info("settings reloaded", extra={"changed": found.changed, "needs_restart": found.needs_restart})
@@ -161,6 +176,7 @@ class App:
             stack.push_async_callback(self._child.stop)
         await health.ledger.guarantee(guaranteed(health.tenants.all()))
         await self._first_look(health.ledger)
+        await health.reuse.look()  # whom this engine serves is known before the first request
         jobs = [
             health.tenants.watch(),
             health.tenants_file.watch(),
@@ -178,7 +194,10 @@ class App:
         connections = lambda: self._engine.upstream.open_connections  # noqa: E731 - one expression, handed on at once
         ready = lambda: not health.problems()  # noqa: E731 - likewise
         store_out = lambda: health.ledger.is_out  # noqa: E731 - likewise
-        self._metrics.watch(lambda: self._engine.profile, health.ledger.view, ready, connections, store_out)
+        least = lambda: health.settings.engine.context_tokens_min  # noqa: E731 - likewise
+        self._metrics.watch(
+            lambda: self._engine.profile, health.ledger.view, ready, connections, store_out, context_tokens_min=least
+        )
         self._metrics.kv_bytes_per_token = lambda: getattr(self._engine.profile, "kv_bytes_per_token", None)
         self._metrics.watch_fairness(health.ledger.fair, lambda: getattr(health.ledger.view(), "pool", None))
         self._metrics.watch_life(lambda: self._life.life.state, lambda: health.slots.foreign)
@@ -190,6 +209,7 @@ class App:
             engine=self._life.told,
             refresh=health.ledger.refresh,
             explain=health.explain,
+            reports=health.reports,
             body_bytes_max=self._settings.http.body_bytes_max,
         )
         admin = web.AppRunner(told, access_log=None)
@@ -201,6 +221,9 @@ class App:
         log.info(event, extra={"url": url, "admin_url": admin_url})
         if self._announce is not None:
             self._announce(url, admin_url)
+        suite = self._suite or GateSuite(self._engine, health.ledger, self._clock)
+        if (schedule := health.reuse.schedule(suite, self._settings.canary.every_h)) is not None:
+            await self._run_beside(stack, [schedule.watch(url)])
 
     async def _run_beside(self, stack: AsyncExitStack, jobs: list[Coroutine[Any, Any, None]]) -> None:
         """Run the watchers beside the servers; one that fails stops the gate rather than leave it half blind."""
@@ -289,7 +312,7 @@ class App:
         try:
             return LlamaCpp(
                 url,
-                _engine_settings(self._settings),
+                engine_settings(self._settings),
                 self._clock,
                 startup_log=startup_log,
                 on_profile=self._life.profile,
@@ -342,8 +365,12 @@ class App:
             raise CannotStart(str(error)) from None
         sizes = RecentSizes(client)
         stack.push_async_callback(sizes.flush)
-        await self._run_beside(stack, [sizes.run()])
-        gate = Gate(self._engine, ledger, new_id=lambda: secrets.token_hex(16))
+        reports = Reports(client, keep_s=self._settings.report.keep_s, kept_max=self._settings.report.kept_max)
+        stack.push_async_callback(reports.flush)
+        await self._run_beside(stack, [sizes.run(), reports.run()])
+        reuse = await self._open_reuse(stack, client, tenants)
+        warmth = Warmth(secrets.token_bytes(32))
+        gate = Gate(self._engine, ledger, new_id=lambda: secrets.token_hex(16), rule=reuse, warmth=warmth)
         return Health(
             self._settings,
             self._engine,
@@ -351,25 +378,44 @@ class App:
             self._metrics,
             tenants,
             file,
-            self._make_front(gate, tenants, sizes),
+            self._make_front(gate, tenants, _Observers(self._metrics, RequestLog(), sizes, reports, reuse)),
             self._life,
             SlotsWatch(self._engine, ledger, self._clock),
             Explainer(gate, tenants, served_routes(), ledger.view).explain,
+            reports.of,
+            reuse,
         )
 
-    def _make_front(self, gate: Gate, tenants: ValkeyTenants, sizes: RecentSizes) -> Front:
+    async def _open_reuse(self, stack: AsyncExitStack, client: StoreClient, tenants: ValkeyTenants) -> ReuseKeeper:
+        """Who keeps prefix reuse to those who may have it, told by the store before the first request."""
+        canary = CanaryStore(client)
+        watch = CanaryWatch(canary)
+        await watch.refresh()
+        reuse = ReuseKeeper(
+            canary,
+            watch,
+            tenants,
+            dedicated_to=self._settings.engine.dedicated_to,
+            profile=lambda: self._engine.profile,
+            clock=self._clock,
+        )
+        await self._run_beside(stack, [watch.watch(), reuse.run()])
+        return reuse
+
+    def _make_front(self, gate: Gate, tenants: ValkeyTenants, observer: _Observers) -> Front:
         return Front(
             gate,
             self._engine,
             tenants=tenants,
             routes=served_routes(),
-            observer=_Observers(self._metrics, RequestLog(), sizes),
+            observer=observer,
             clock=self._clock,
             settings=_web_settings(self._settings),
         )
 
 
-def _engine_settings(settings: Settings) -> LlamaCppSettings:
+def engine_settings(settings: Settings) -> LlamaCppSettings:
+    """What the settings say of the engine."""
     given = settings.engine
     topology = None if given.kv_topology == "auto" else Topology(given.kv_topology)
     return LlamaCppSettings(

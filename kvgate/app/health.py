@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from kvgate.app.engine_watch import LifeWatch, SlotsWatch
+    from kvgate.app.reuse_keeper import ReuseKeeper
     from kvgate.app.tenants_file import TenantsFile
     from kvgate.core.fairness import FairRule, FairView
     from kvgate.core.ledger import LedgerView
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from kvgate.engines.llamacpp import LlamaCpp
     from kvgate.metrics import Metrics
     from kvgate.settings import Settings
+    from kvgate.store.reports import Report
     from kvgate.store.shared_ledger import SharedLedger
     from kvgate.store.tenants import ValkeyTenants
     from kvgate.web import Front
@@ -43,6 +45,8 @@ class Health:
     life: LifeWatch
     slots: SlotsWatch
     explain: Callable[[str, str, bytes], Awaitable[dict[str, Any]]]
+    reports: Callable[[str], Awaitable[tuple[Report, ...]]]
+    reuse: ReuseKeeper
     settings_problem: str | None = None
 
     def problems(self) -> list[str]:
@@ -75,6 +79,7 @@ class Health:
         if self.settings_problem is not None:
             warnings.append(self.settings_problem)
         warnings += self.engine.erred_proofs()
+        warnings += self.reuse.warnings()
         if (outage := self.ledger.outage_pool) is not None:
             warnings.append(
                 f"the store is out: this gate goes by what it held, {outage.slots} slots and {outage.tokens} tokens"
@@ -99,6 +104,7 @@ class Health:
             "engine": engine,
             "engine_life": self.life.told(),
             "counting": self.engine.proofs(),
+            "reuse": self.reuse.told(),
             "ledger": self.ledger.view(),
             "fairness": None if fair is None else told_fairness(fair, self.metrics.rule, self.ledger.view()),
             "pid": os.getpid(),
@@ -150,9 +156,32 @@ def profile_warnings(profile: EngineProfile) -> list[str]:
             f"of {n_ctx} tokens: safe, and slower than need be. Name the engine's log (--engine-log FILE), or write "
             f'kv_topology = "divided" (or "unified", with pool_tokens) under [engine]'
         )
+    warnings += reuse_warnings(profile)
     if not profile.slots_visible:
         warnings.append(
             "the engine does not show its slots (started with --no-slots), so what a hung-up request held is counted "
             "until drain_max_s has passed"
+        )
+    return warnings
+
+
+def reuse_warnings(profile: EngineProfile) -> list[str]:
+    """What of the engine's own caches goes on although every request says `cache_prompt: false`."""
+    warnings = []
+    if profile.prompt_cache_mib is not None and profile.prompt_cache_mib.value != 0:
+        idle = (
+            ", and idle slots are saved there"
+            if profile.idle_slots_cached and profile.idle_slots_cached.value
+            else ""
+        )
+        warnings.append(
+            "the engine keeps a RAM prompt cache that all its slots share" + idle + ": what one tenant said may be "
+            "kept in it, and came back to another on some builds (llama.cpp issue 27148). Start it with "
+            "--cache-ram 0 --no-cache-idle-slots"
+        )
+    if profile.context_shift is not None and profile.context_shift.value:
+        warnings.append(
+            "the engine shifts its context (--context-shift): it drops the middle of a sequence that outgrows its "
+            "slot, without a word to the client. Start it without that flag"
         )
     return warnings

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kvgate import __version__
-from kvgate.cli import check, explain, keys, serve, tenants, top
+from kvgate.cli import canary, check, explain, histogram, keys, measure, probe, report, serve, tenants, top
 from kvgate.cli.answers import Parser
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given, command = given[:at], given[at + 1 :]
     parser, _ = parsers()
     options = parser.parse_args(given)
-    if command and options.command != "serve":
-        parser.error(f"only serve runs an engine after --, not {options.command}")
+    if command and options.command not in {"serve", "check"}:
+        parser.error(f"only serve and check take a command line after --, not {options.command}")
     try:
         return int(options.run(options, command))
     except KeyboardInterrupt:
@@ -38,6 +38,6 @@ def parsers() -> tuple[Parser, argparse._SubParsersAction[Any]]:
     )
     parser.add_argument("--version", action="version", version=f"kvgate {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (serve, check, explain, top, tenants, keys):
+    for command in (serve, check, probe, measure, explain, top, tenants, keys, histogram, report, canary):
         command.add(commands)
     return parser, commands

@@ -13,6 +13,8 @@ from kvgate.core.ledger import Ledger, Reservation
 from kvgate.core.profile import EngineProfile, Fact, Source, Topology
 from kvgate.core.reason import Reason
 from kvgate.core.tenant import Quota
+from kvgate.engines.llamacpp import FIELDS
+from kvgate.engines.llamacpp import HEADERS as REUSE_HEADERS
 from kvgate.metrics import Metrics
 from kvgate.settings import RELOADABLE, described
 from kvgate.web import HEADERS, served_routes
@@ -38,6 +40,7 @@ def reference() -> str:
         _section("Metrics", _metrics()),
         _section("Paths", _paths()),
         _section("Output limits", _output_limits()),
+        _section("Prefix reuse", _reuse()),
         _section("Commands", _commands()),
     ]
     return "\n\n".join(parts) + "\n"
@@ -151,6 +154,22 @@ def _output_limits() -> Iterator[str]:
         "\nThe engine always gets one positive limit; the other names are removed. llama.cpp alone would let "
         "`n_predict: -1` beat\n`max_tokens: 4` and answer without limit; here a name without a limit beats nothing."
     )
+
+
+def _reuse() -> Iterator[str]:
+    yield (
+        "What asks for, pins or keys prefix reuse. None of it is taken from a client, on any API; the same name "
+        "anywhere\nelse, as in a tool's arguments, stays (docs/reuse.md).\n"
+    )
+    yield "| field | where | what it does |\n|---|---|---|"
+    for row in FIELDS:
+        places = (".".join(place).replace(".*", "[]") for place in row.inside)
+        where = ", ".join(f"`{place}`" for place in places) or "the body"
+        yield f"| `{row.name}` | {where} | {row.does} |"
+    yield "\nNo header of a client's reaches the engine, so none of these does:\n"
+    yield "| header | elsewhere it would |\n|---|---|"
+    for name, does in REUSE_HEADERS.items():
+        yield f"| `{name}` | {does} |"
 
 
 def _commands() -> Iterator[str]:

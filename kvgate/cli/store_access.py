@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvgate.cli.answers import refuse, tell
 from kvgate.settings import BadSettings, load
+from kvgate.store.canary import CanaryStore
 from kvgate.store.client import connect
 from kvgate.store.embedded import EmbeddedValkey
 from kvgate.store.errors import StoreUnavailable, store_errors
 from kvgate.store.recent_sizes import RecentSizes
 from kvgate.store.registry import NotDone, Registry
+from kvgate.store.reports import Reports
 
 if TYPE_CHECKING:
     import argparse
@@ -43,7 +45,9 @@ class Desk:
 
     registry: Registry
     sizes: RecentSizes
+    reports: Reports
     where: str
+    canary: CanaryStore
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +74,7 @@ def run_prepared(
         prepare: makes the work; raises BadSettings.
         makes_store: whether an embedded store that never was is made; only what fills it should.
     """
-    command = f"{options.command} {options.action}"
+    command = " ".join(filter(None, (options.command, getattr(options, "action", None))))
     try:
         settings = load(options.config, {"store": {"url": options.store}} if options.store else {})
         told = asyncio.run(_at_store(settings, prepare(settings), makes_store=makes_store))
@@ -122,7 +126,9 @@ async def _open(settings: Settings, *, makes_store: bool) -> AsyncIterator[Desk]
         stack.push_async_callback(client.aclose)
         await _check_answers(client, where)
         registry = Registry(client, timeout_s=ANSWER_TIMEOUT_S)
-        yield Desk(registry, RecentSizes(client, timeout_s=ANSWER_TIMEOUT_S), where)
+        sizes = RecentSizes(client, timeout_s=ANSWER_TIMEOUT_S)
+        reports = Reports(client, timeout_s=ANSWER_TIMEOUT_S)
+        yield Desk(registry, sizes, reports, where, CanaryStore(client, timeout_s=ANSWER_TIMEOUT_S))
 
 
 async def _check_answers(client: Any, where: str) -> None:

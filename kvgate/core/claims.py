@@ -69,6 +69,7 @@ class LedgerView:
     waiting_by_tenant: tuple[tuple[str, int], ...]
     held_tokens_by_tenant: tuple[tuple[str, int], ...]
     drains_overdue: int
+    leases_expired: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Container, Iterator
 
     from kvgate.core.json_object import JsonObject
 
@@ -20,16 +20,19 @@ def elements(document: JsonObject, field: str) -> tuple[tuple[int, int], ...]:
 
     The text was read once already (`json_object.read_object`), so it is known to be a list, and well formed.
     """
+    return tuple(each_element(document, field))
+
+
+def each_element(document: JsonObject, field: str) -> Iterator[tuple[int, int]]:
+    """The same one by one, for those who need the first few alone."""
     text = document.text
     at = _skip(text, document.members[field].value_start + 1)
-    found = []
     while text[at] != "]":
         if text[at] == ",":
             at = _skip(text, at + 1)
         _, end = _scan(text, at)
-        found.append((at, end))
+        yield at, end
         at = _skip(text, end)
-    return tuple(found)
 
 
 def without(document: JsonObject, field: str, spans: tuple[tuple[int, int], ...], dropped: Container[int]) -> str:

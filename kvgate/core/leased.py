@@ -260,6 +260,7 @@ class LeasedLedger:
             if lease_id in self._claimed:
                 self.ledger.charge_reserved(lease_id, now_s)
                 self.ledger.drain(lease_id, now_s)
+                self.ledger.leases_expired += 1
                 self._lost.add(lease_id)
             else:
                 self.ledger.take_back(lease_id, now_s)

@@ -54,6 +54,7 @@ class Ledger:
     _drains: DrainWatch = field(default_factory=DrainWatch)
     _hold_s: float = 2.0
     _overdue: int = 0
+    leases_expired: int = 0
     _granted: int = 0
     _gap_max: int = 0
 
@@ -302,6 +303,10 @@ class Ledger:
         """Whether anything waits for the engine to show an idle slot."""
         return any(held.draining_since_s is not None for held in self._held.values())
 
+    def is_clearing(self) -> bool:
+        """Whether somebody who would fit is kept out for the sake of one that was passed often enough."""
+        return self._line.keeps_out
+
     def retry_after_s(self) -> float:
         """Seconds until a slot is likely free: the usual hold, times the rounds that the queue needs."""
         return self._hold_s * (1 + len(self._line.queue) / self.pool.slots)
@@ -360,6 +365,7 @@ class Ledger:
             waiting_by_tenant=tuple((name, number) for name, number in waiting if number),
             held_tokens_by_tenant=tuple((name, one.cells) for name, one in accounts if one.running or one.draining),
             drains_overdue=self._overdue,
+            leases_expired=self.leases_expired,
         )
 
     def fair_view(self, now_s: float) -> FairView:

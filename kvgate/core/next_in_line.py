@@ -37,6 +37,11 @@ class NextInLine:
     _clearing: str | None = None
     _kept_out_since_s: float | None = None
 
+    @property
+    def keeps_out(self) -> bool:
+        """Whether somebody who would fit is kept out for the sake of one that was passed often enough."""
+        return self._kept_out_since_s is not None
+
     def next(self, extra: Waiting | None = None) -> tuple[Waiting | None, Waiting | None]:
         """Who goes in next, and who was to go before it but does not fit; with one that would wait too.
 

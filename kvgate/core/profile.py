@@ -56,6 +56,9 @@ class EngineProfile:
         instance: what tells this process from its successor (llama.cpp draws a new `media_marker` at each
             start), or None where the engine shows nothing of the kind.
         counts, slots_visible: which of the engine's optional endpoints answer.
+        prompt_cache_mib: size limit of the RAM prompt cache that all slots share; 0 is off, -1 without limit.
+        idle_slots_cached: whether idle slots are saved to it.
+        context_shift: whether the engine drops the middle of a sequence that outgrows its slot, by itself.
     """
 
     kind: str
@@ -77,6 +80,9 @@ class EngineProfile:
     kv_type_k: Fact[str] | None = None
     kv_type_v: Fact[str] | None = None
     slots_visible: bool = True
+    prompt_cache_mib: Fact[int] | None = None
+    idle_slots_cached: Fact[bool] | None = None
+    context_shift: Fact[bool] | None = None
 
     @property
     def kv_type(self) -> str:
@@ -105,6 +111,7 @@ class EngineProfile:
             self.n_ctx_slot.value,
             self.total_slots.value,
             self.topology.value,
+            *(fact and fact.value for fact in (self.prompt_cache_mib, self.idle_slots_cached, self.context_shift)),
         )
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
@@ -134,9 +141,21 @@ class KvSettings:
     pool_tokens: int | None = None
 
 
+MIB = 1024 * 1024
+
+
 @dataclass(frozen=True, slots=True)
 class StartupFacts:
-    """What an engine's startup log says; None where it is silent."""
+    """What an engine's startup log says; None where it is silent.
+
+    Args:
+        weights_mib, kv_mib: what model and KV cache take, in MiB; a draft model's are not in it.
+        prompt_cache_mib: size limit of the RAM prompt cache that all slots share; 0 is off, -1 without limit.
+        idle_slots_cached: whether idle slots are saved to it.
+        slots_chosen_by_engine: no `-np` was given.
+        context_shift: whether it drops the middle of a sequence that outgrows its slot; of the command line.
+        is_speculating: a draft model, or another way to guess tokens ahead, is in use.
+    """
 
     n_slots: int | None = None
     n_ctx_slot: int | None = None
@@ -144,7 +163,18 @@ class StartupFacts:
     pool_tokens: int | None = None
     kv_type_k: str | None = None
     kv_type_v: str | None = None
-    kv_bytes_per_token: float | None = None
+    weights_mib: float | None = None
+    kv_mib: float | None = None
+    prompt_cache_mib: int | None = None
+    idle_slots_cached: bool | None = None
+    slots_chosen_by_engine: bool = False
+    is_speculating: bool = False
+    context_shift: bool | None = None
+
+    @property
+    def kv_bytes_per_token(self) -> float | None:
+        """What a token of the KV cache takes, in bytes (seen: 202.50 MiB for 6 x 1536 tokens: 23,040)."""
+        return self.kv_mib * MIB / self.pool_tokens if self.kv_mib and self.pool_tokens else None
 
 
 def resolve_kv(

@@ -140,6 +140,15 @@ class Reason(Enum):
         "This key may not use that model. It may use: {models}.",
         "The tenant's `models` does not list it.",
     )
+    ENGINE_DEDICATED = Row(
+        "engine_dedicated",
+        403,
+        "engine_dedicated",
+        "permission_error",
+        "This inference server is there for other tenants. Your operator can tell you the address of yours.",
+        "`engine.dedicated_to` names the tenants that this engine serves, and the caller is none of them "
+        "(docs/reuse.md).",
+    )
     MODEL_NOT_FOUND = Row(
         "model_not_found",
         404,

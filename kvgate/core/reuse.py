@@ -13,6 +13,7 @@ class Reuse(StrEnum):
     """Whether a request may read a KV prefix that an earlier one left behind."""
 
     OFF = "off"
+    KEEP = "on"
 
 
 def is_violation(reuse: Reuse, usage: Usage) -> bool:

@@ -14,6 +14,14 @@ class OnOverflow(StrEnum):
     TRIM = "trim"
 
 
+class LoopGuard(StrEnum):
+    """What to do about an answer that repeats itself."""
+
+    OFF = "off"
+    OBSERVE = "observe"
+    STOP = "stop"
+
+
 class TrimStrategy(StrEnum):
     """In which order a conversation loses its parts."""
 
@@ -27,6 +35,17 @@ class TrimSide(StrEnum):
 
     LEFT = "left"
     RIGHT = "right"
+
+
+class ReusePolicy(StrEnum):
+    """Whether a tenant may have prefix reuse, where everything else allows it (`core.canary`).
+
+    `suite` is for the gate's own suite alone, and no tenants file can name it: each request has what it asks for.
+    """
+
+    OFF = "off"
+    CANARY = "canary"
+    SUITE = "suite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +64,7 @@ class Limits:
     trim_side: TrimSide = TrimSide.LEFT
     trim_room_tokens: int = 256
     trim_stride_tokens: int = 0
+    loop_guard: LoopGuard = LoopGuard.OBSERVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +133,4 @@ class Tenant:
     quota: Quota = field(default_factory=Quota)
     models: frozenset[str] | None = None
     share: Share = field(default_factory=Share)
+    reuse: ReusePolicy = ReusePolicy.OFF

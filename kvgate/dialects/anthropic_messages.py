@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from kvgate.core import ending
 from kvgate.core.ask import Ask, Usage
 from kvgate.core.json_object import Edit
 from kvgate.core.reason import Reason, refusal
 from kvgate.core.sse import event_data
 from kvgate.ports import History, ReadRequest, Refused, Told
-from kvgate.wire import answers, conversations, envelopes, fields, trim_asks
+from kvgate.wire import answers, conversations, envelopes, fields, generated, stops, trim_asks
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvgate.core.ask import Size
     from kvgate.core.reason import Refusal
 
@@ -35,6 +38,7 @@ class AnthropicMessages:
     controls: tuple[str, ...] = ("/v1/messages/count_tokens",)
     output_fields = OUTPUT_FIELDS
     canonical_field = CANONICAL_FIELD
+    whole_text = generated.members("text", "thinking")
 
     def read(self, body: bytes) -> ReadRequest:
         """Judge a request.
@@ -70,7 +74,7 @@ class AnthropicMessages:
         """The `usage` of a whole answer, with the cached tokens that it leaves out of the input added back."""
         answer = answers.parsed(body)
         usage = _usage(answer.get("usage")) if isinstance(answer, dict) else None
-        return None if usage is None else Told(usage)
+        return None if usage is None else Told(usage, finish=ending.finish_of(answer.get("stop_reason")))
 
     def tap(self, request: ReadRequest) -> MessagesTap:
         """A watcher for the events that begin and end a message."""
@@ -88,6 +92,8 @@ class AnthropicMessages:
 class MessagesTap(answers.EventTap):
     """Watches a message stream: the input stands in the first event, the output in the last but one."""
 
+    text = generated.members("text", "thinking", "partial_json")
+
     def __init__(self) -> None:
         super().__init__()
         self._input: Usage | None = None
@@ -99,8 +105,9 @@ class MessagesTap(answers.EventTap):
         if self._output is None:
             return None
         if self._input is None:
-            return Told(Usage(0, self._output), prompts=0)
-        return Told(Usage(self._input.prompt_tokens, self._output, self._input.cached_tokens))
+            return Told(Usage(0, self._output), prompts=0, finish=self.finish)
+        usage = Usage(self._input.prompt_tokens, self._output, self._input.cached_tokens)
+        return Told(usage, finish=self.finish)
 
     def look(self, event: bytes) -> bytes:
         """Only the events that carry usage are parsed."""
@@ -115,9 +122,15 @@ class MessagesTap(answers.EventTap):
             usage = chunk.get("usage") if isinstance(chunk, dict) else None
             output = usage.get("output_tokens") if isinstance(usage, dict) else None
             self._output = output if isinstance(output, int) and output >= 0 else None
+            delta = chunk.get("delta") if isinstance(chunk, dict) else None
+            self.finished(delta.get("stop_reason") if isinstance(delta, dict) else None)
         else:
             self.events += event.startswith(b"event: content_block_delta")
         return event
+
+    def stop(self, events: Sequence[bytes], usage: Usage) -> bytes:
+        """The events that end the block and a message that reached its limit."""
+        return stops.message(events, usage)
 
 
 def _usage(usage: Any) -> Usage | None:

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 from kvgate.core.json_object import Edit, read_object
 from kvgate.core.sse import event_data
 from kvgate.ports import History, ReadRequest, Told
-from kvgate.wire import answers, conversations, fields, trim_asks
+from kvgate.wire import answers, conversations, fields, generated, stops, trim_asks
 from kvgate.wire.families import OpenAiErrors
 
 if TYPE_CHECKING:
-    from kvgate.core.ask import Size
+    from collections.abc import Sequence
+
+    from kvgate.core.ask import Size, Usage
 
 OUTPUT_FIELDS: Final = fields.LLAMACPP_LIMITS
 CANONICAL_FIELD: Final = "max_tokens"
@@ -25,6 +27,7 @@ class OpenAiChat(OpenAiErrors):
     controls: tuple[str, ...] = ("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens")
     output_fields = OUTPUT_FIELDS
     canonical_field = CANONICAL_FIELD
+    whole_text = generated.members("content", "reasoning_content", "arguments")
 
     def read(self, body: bytes) -> ReadRequest:
         """Judge a chat request.
@@ -56,7 +59,10 @@ class OpenAiChat(OpenAiErrors):
         """The `usage` of a whole answer; llama.cpp tells the first choice's only."""
         answer = answers.parsed(body)
         usage = answers.openai_usage(answer)
-        return None if usage is None else Told(usage, untold=tuple(map(_text, answers.other_choices(answer))))
+        if usage is None:
+            return None
+        untold = tuple(map(_text, answers.other_choices(answer)))
+        return Told(usage, untold=untold, finish=answers.openai_finish(answer))
 
     def tap(self, request: ReadRequest) -> ChatTap:
         """A watcher that hides the usage chunk where the client did not ask for one."""
@@ -74,6 +80,8 @@ class ChatTap(answers.EventTap):
     an overflown pool by an error event inside a 200, and sends no end marker then.
     """
 
+    text = OpenAiChat.whole_text
+
     def __init__(self, *, usage_shown: bool, sequences: int = 1) -> None:
         super().__init__()
         self._usage_shown = usage_shown
@@ -85,7 +93,7 @@ class ChatTap(answers.EventTap):
         """The sum over the choices; they share one prompt. Cut in between, some told nothing yet: so do all."""
         usage = answers.added(self.usages, prompt_once=True)
         whole = self.ended or len(self.usages) >= self._sequences
-        return Told(usage) if usage is not None and whole else None
+        return Told(usage, finish=self.finish) if usage is not None and whole else None
 
     def look(self, event: bytes) -> bytes:
         """Only events that can matter are parsed."""
@@ -95,8 +103,14 @@ class ChatTap(answers.EventTap):
         if b'"usage"' in event and self._is_usage_chunk(event):
             self._usage_chunk = event_data(event)
             return b""
+        if not answers.is_unfinished(event):
+            self.finished(answers.openai_finish(answers.parsed(event_data(event))))
         self.events += event.startswith(b"data:") and not any(mark in event for mark in _NO_OUTPUT)
         return event
+
+    def stop(self, events: Sequence[bytes], usage: Usage) -> bytes:
+        """The chunk that ends the choice, the usage where it was asked for, the end marker."""
+        return stops.chat(events, usage if self._usage_shown else None)
 
     def _is_usage_chunk(self, event: bytes) -> bool:
         chunk = answers.parsed(event_data(event))

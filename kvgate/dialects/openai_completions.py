@@ -8,10 +8,12 @@ from kvgate.core.ask import Usage
 from kvgate.core.json_object import Edit
 from kvgate.core.sse import event_data
 from kvgate.ports import ReadRequest, Texts, Told
-from kvgate.wire import answers, fields, trim_asks
+from kvgate.wire import answers, fields, generated, stops, trim_asks
 from kvgate.wire.families import OpenAiErrors
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvgate.core.ask import Size
 
 OUTPUT_FIELDS: Final = fields.LLAMACPP_LIMITS
@@ -26,6 +28,7 @@ class OpenAiCompletions(OpenAiErrors):
     controls: tuple[str, ...] = ()
     output_fields = OUTPUT_FIELDS
     canonical_field = CANONICAL_FIELD
+    whole_text = generated.members("text")
 
     def read(self, body: bytes) -> ReadRequest:
         """Judge a completion request.
@@ -59,7 +62,8 @@ class OpenAiCompletions(OpenAiErrors):
         usage = answers.openai_usage(answer)
         if usage is None:
             return None
-        return Told(usage, untold=tuple(str(choice.get("text") or "") for choice in answers.other_choices(answer)))
+        untold = tuple(str(choice.get("text") or "") for choice in answers.other_choices(answer))
+        return Told(usage, untold=untold, finish=answers.openai_finish(answer))
 
     def tap(self, request: ReadRequest) -> CompletionsTap:
         """A watcher that adds up what the choices cost."""
@@ -68,6 +72,8 @@ class OpenAiCompletions(OpenAiErrors):
 
 class CompletionsTap(answers.EventTap):
     """Watches a completion stream: the last chunk of every choice carries its usage, asked for or not."""
+
+    text = OpenAiCompletions.whole_text
 
     def __init__(self, *, prompts: int, sequences: int) -> None:
         super().__init__()
@@ -80,10 +86,12 @@ class CompletionsTap(answers.EventTap):
         if usage is None or len(self.usages) < self._prompts * self._sequences:
             return None
         prompt, cached = usage.prompt_tokens // self._sequences, usage.cached_tokens // self._sequences
-        return Told(Usage(prompt, usage.output_tokens, cached), prompts=self._prompts)
+        return Told(Usage(prompt, usage.output_tokens, cached), prompts=self._prompts, finish=self.finish)
 
     def look(self, event: bytes) -> bytes:
         """Only events that can matter are parsed."""
+        if not answers.is_unfinished(event):
+            self.finished(answers.openai_finish(answers.parsed(event_data(event))))
         if event.startswith(b"data: [DONE]"):
             self.ended = True
         elif event.startswith(b"data: null"):
@@ -93,3 +101,7 @@ class CompletionsTap(answers.EventTap):
         else:
             self.events += event.startswith(b"data:")
         return event
+
+    def stop(self, events: Sequence[bytes], usage: Usage) -> bytes:
+        """The chunk that ends the choice with its usage, the end marker."""
+        return stops.completion(events, usage)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
+from kvgate.core import ending
 from kvgate.core.json_object import Edit
 from kvgate.core.sse import event_data
 from kvgate.ports import History, ReadRequest, Told
-from kvgate.wire import answers, conversations, envelopes, fields, trim_asks
+from kvgate.wire import answers, conversations, envelopes, fields, generated, stops, trim_asks
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvgate.core.ask import Size, Usage
     from kvgate.core.reason import Refusal
 
@@ -30,6 +33,7 @@ class OpenAiResponses:
     controls: tuple[str, ...] = ("/v1/responses/input_tokens",)
     output_fields = OUTPUT_FIELDS
     canonical_field = CANONICAL_FIELD
+    whole_text = generated.members("text", "arguments")
 
     def read(self, body: bytes) -> ReadRequest:
         """Judge a request.
@@ -70,7 +74,7 @@ class OpenAiResponses:
         answer = answers.parsed(body)
         usages = [_usage(one) for one in (answer if isinstance(answer, list) else [answer])]
         total = answers.added((usage for usage in usages if usage is not None), prompt_once=True)
-        return None if total is None else Told(total)
+        return None if total is None else Told(total, finish=_finish(answer))
 
     def tap(self, request: ReadRequest) -> ResponsesTap:
         """A watcher that waits for the end of every response in the stream."""
@@ -90,15 +94,18 @@ class OpenAiResponses:
 class ResponsesTap(answers.EventTap):
     """Watches a stream of responses; the event that ends one carries its usage."""
 
+    text = generated.members("delta")
+
     def __init__(self, sequences: int) -> None:
         super().__init__()
         self._left = sequences
+        self._created: bytes | None = None
 
     @property
     def told(self) -> Told | None:
         """The sum over the responses, once all have ended; they share one prompt."""
         usage = answers.added(self.usages, prompt_once=True)
-        return Told(usage) if usage is not None and self.ended else None
+        return Told(usage, finish=self.finish) if usage is not None and self.ended else None
 
     def look(self, event: bytes) -> bytes:
         """Only the events that end a response are parsed."""
@@ -107,11 +114,28 @@ class ResponsesTap(answers.EventTap):
             usage = _usage(chunk.get("response")) if isinstance(chunk, dict) else None
             if usage is not None:
                 self.usages.append(usage)
+            self.finished(_finish(chunk.get("response")) if isinstance(chunk, dict) else "")
             self._left -= 1
             self.ended = self._left <= 0
-        else:
-            self.events += b".delta" in event[:64]
+        elif b".delta" in event[:64]:
+            self.events += 1
+        elif event.startswith(b"event: response.created"):
+            self._created = event
         return event
+
+    def stop(self, events: Sequence[bytes], usage: Usage) -> bytes:
+        """The event that ends a response which reached its limit."""
+        return stops.response(self._created, events, usage)
+
+
+def _finish(answer: Any) -> str:
+    """Why responses ended: llama.cpp calls one complete whatever ended it, so that says nothing."""
+    finish = ""
+    for one in answer if isinstance(answer, list) else [answer]:
+        details = one.get("incomplete_details") if isinstance(one, dict) else None
+        reason = details.get("reason") if isinstance(details, dict) else None
+        finish = ending.of_several(finish, ending.finish_of(reason))
+    return finish
 
 
 def _usage(response: Any) -> Usage | None:

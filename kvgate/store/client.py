@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any, Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from redis.asyncio import Redis, RedisCluster
+from redis.asyncio import Redis, RedisCluster, SSLConnection
 from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
+
+from kvgate.store.script_line import Address, ScriptLine
 
 CONNECT_TIMEOUT_S = 2.0
 
@@ -29,6 +31,27 @@ class Master(Redis):
         pool: Any = self.connection_pool
         for sentinel in pool.sentinel_manager.sentinels:
             await sentinel.aclose()
+
+
+class Server(Redis):
+    """One server, whose scripts run over a pipelined connection of their own where that needs no TLS."""
+
+    line: ScriptLine | None = None
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        """Close everything."""
+        await super().aclose(close_connection_pool)
+        if self.line is not None:
+            await self.line.aclose()
+
+
+def scripting(client: StoreClient) -> Any:
+    """What the ledger's scripts are run with: `evalsha` and `eval`, as redis-py has them."""
+    if not isinstance(client, Server) or client.connection_pool.connection_class is SSLConnection:
+        return client
+    if client.line is None:
+        client.line = ScriptLine(Address.of(client.connection_pool.connection_kwargs))
+    return client.line
 
 
 def connect(url: str) -> StoreClient:
@@ -59,7 +82,7 @@ def connect(url: str) -> StoreClient:
         sentinel = untyped(_addresses(parts), sentinel_kwargs={**_UNTIMED, **tls}, **_UNTIMED)
         master: Redis = sentinel.master_for(name, redis_class=Master, **_options(parts))
         return master
-    client: Redis = Redis.from_url(url, **_UNTIMED, retry=Retry(NoBackoff(), 0))
+    client: Redis = Server.from_url(url, **_UNTIMED, retry=Retry(NoBackoff(), 0))
     return client
 
 

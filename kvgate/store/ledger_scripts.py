@@ -14,6 +14,7 @@ from kvgate.core.fairness import FairView, TenantService, Void
 from kvgate.core.ledger import Freed, LedgerView, asked_tokens
 from kvgate.core.pool import KvPool
 from kvgate.core.tenant import Tier
+from kvgate.store.client import scripting
 from kvgate.store.errors import StoreUnavailable
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class LedgerScripts:
     """
 
     def __init__(self, client: StoreClient, engine: str, *, clock: str | None = None) -> None:
-        self._client: Any = client  # redis-py types every answer as "awaitable or not"
+        self._scripting = scripting(client)
         self.prefix = f"{{kvgate:{engine}}}"
         head = "\n".join([source("clock") if clock is None else clock, *map(source, _COMMON), ""])
         self.texts = {step: head + source(step) for step in STEPS}
@@ -76,9 +77,9 @@ class LedgerScripts:
         """
         argument = json.dumps(ask, separators=(",", ":"))
         try:
-            raw = await self._client.evalsha(self._sha1[step], 1, self.prefix, argument)
+            raw = await self._scripting.evalsha(self._sha1[step], 1, self.prefix, argument)
         except NoScriptError:  # flushed, restarted, or another server has taken over: with its text it always runs
-            raw = await self._client.eval(self.texts[step], 1, self.prefix, argument)
+            raw = await self._scripting.eval(self.texts[step], 1, self.prefix, argument)
         found: dict[str, Any] = json.loads(raw)
         if "layout" in found:
             raise StoreUnavailable(
@@ -199,6 +200,7 @@ def view_of(found: dict[str, Any]) -> LedgerView:
         waiting_by_tenant=column("waiting"),
         held_tokens_by_tenant=column("cells", "running", "draining"),
         drains_overdue=int(found["overdue"]),
+        leases_expired=int(found["expired"]),
     )
 
 

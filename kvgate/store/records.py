@@ -43,6 +43,15 @@ class Names:
         """The list of a tenant's recent request sizes."""
         return f"{self.prefix}:sizes:{tenant}"
 
+    def report(self, request_id: str) -> str:
+        """The list of what is kept of requests with this id."""
+        return f"{self.prefix}:report:{request_id}"
+
+    @property
+    def reports(self) -> str:
+        """The sorted set of the ids that something is kept of, by when their last request ended."""
+        return f"{self.prefix}:reports"
+
 
 @dataclass(frozen=True, slots=True)
 class TenantRecord:

@@ -255,8 +255,10 @@ class Front:
                 return self._refused(request, exchange, outcome.refusal)
             details = request.headers.get("x-kvgate-trim-details", "0") != "0"
             headers = {**verdict_headers(outcome, details=details), **self._headers(request, exchange)}
+            exchange.clock = self._clock
             client = TenantSide(request, self._settings.write_timeout_s, exchange.begun)
-            relayed = await relay(outcome, route.dialect, route.engine_path, client, headers)
+            guard = tenant.limits.loop_guard
+            relayed = await relay(outcome, route.dialect, route.engine_path, client, headers, loop_guard=guard)
             exchange.status, exchange.refusal, exchange.detail = relayed.status, relayed.failure, relayed.detail
         return client.response
 

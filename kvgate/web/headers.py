@@ -29,8 +29,12 @@ HEADERS: Final = {
     "x-kvgate-n-ctx-slot": "Tokens that one sequence may hold on this engine.",
     "x-kvgate-kv-type": "Precision of the KV cache, `unknown` where no startup log told it.",
     "x-kvgate-engine-build": "The engine's own name for its build.",
-    "x-kvgate-reuse": "What prefix reuse the request had: `off`.",
+    "x-kvgate-reuse": "What prefix reuse the request had: `off`, `on`, or `cold` where the engine process that kept "
+    "the conversation's KV is gone (docs/reuse.md).",
     "x-kvgate-queue-ms": "Milliseconds that it waited for room.",
+    "x-kvgate-ended-by-context": "On a whole answer that the context cut short, not the client's own limit: which "
+    "bound of it, `slot`, `tenant`, `pool` or `tenant_kv`.",
+    "x-kvgate-loop": "On a whole answer that repeats itself: what does, `text`, `line` or `words` (docs/loops.md).",
     "retry-after": "Whole seconds, 1 to 60, after which trying again can help (429 and 503).",
 }
 """Every header that kvgate itself adds; the reference is made of it."""
@@ -51,7 +55,7 @@ def verdict_headers(admitted: Admitted, *, details: bool = False) -> dict[str, s
         "x-kvgate-n-ctx-slot": str(profile.n_ctx_slot.value),
         "x-kvgate-kv-type": profile.kv_type,
         "x-kvgate-engine-build": re.sub(r"[^\x20-\x7e]", "?", profile.build or "unknown"),
-        "x-kvgate-reuse": admitted.reuse.value,
+        "x-kvgate-reuse": "cold" if admitted.cold else admitted.reuse.value,
         "x-kvgate-queue-ms": str(round(admitted.lease.queued_s * 1000)),
     }
     if isinstance(admitted.verdict, Clamp):

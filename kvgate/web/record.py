@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvgate.core.admission import Verdict
     from kvgate.core.reason import Refusal
     from kvgate.core.replay import Asked
-    from kvgate.ports import Counted, Dialect
+    from kvgate.ports import Clock, Counted, Dialect
 
 
 @dataclass(slots=True)
@@ -43,10 +43,13 @@ class Exchange:
     untold_tokens: int = 0
     recounted: Counted | None = None
     stream: web.StreamResponse | None = None
+    clock: Clock | None = None
+    answered_s: float | None = None
 
     def begun(self, status: int, stream: web.StreamResponse | None = None) -> None:
         """The answer has this status, and goes out as this stream if it is one."""
         self.status, self.stream = status, stream
+        self.answered_s = None if self.clock is None else self.clock() - self.started_s
 
     def record(self, now_s: float) -> RequestRecord:
         """The record, at the end of the request."""
@@ -60,6 +63,7 @@ class Exchange:
             reason=self.refusal.reason.label if self.refusal else "",
             duration_s=now_s - self.started_s,
             hung_up=self.hung_up,
+            answered_s=self.answered_s,
             detail=self.detail or (self.refusal.param if self.refusal and self.refusal.param else ""),
         )
         outcome = self.outcome
@@ -68,7 +72,7 @@ class Exchange:
         if outcome.request is not None:
             record = replace(record, stream=outcome.request.ask.stream, sequences=outcome.request.ask.sequences)
         if outcome.profile is not None:
-            record = replace(record, n_ctx_slot=outcome.profile.n_ctx_slot.value)
+            record = replace(record, n_ctx_slot=outcome.profile.n_ctx_slot.value, profile=outcome.profile)
         if outcome.counted is not None:
             record = replace(record, proof=outcome.counted.proof.value)
         if outcome.verdict is not None:
@@ -116,8 +120,16 @@ def _with_cost(record: RequestRecord, admitted: Admitted, counted: Counted, unto
     An answer that was cut before it told is charged for its whole prompt and for what passed of its output; so is
     one whose client left before any of it came: the engine was at work on the prompt.
     """
-    record = replace(record, queued_s=admitted.lease.queued_s)
-    told = admitted.receipt.told
+    receipt, told = admitted.receipt, admitted.receipt.told
+    record = replace(
+        record,
+        queued_s=admitted.lease.queued_s,
+        reuse=admitted.reuse.value,
+        finish="loop" if receipt.stopped else "" if told is None else told.finish,
+        loop=receipt.loop,
+        loop_stopped=receipt.stopped,
+        ended_by_context=receipt.ended_by_context,
+    )
     if told is None:
         # An API that tells no usage and generates nothing cost what was counted.
         spent = admitted.receipt.ended and not admitted.request.ask.generates

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from kvgate.core import ending
 from kvgate.core.ask import Usage
 from kvgate.core.sse import event_data
 from kvgate.ports import ReadRequest, Told
+from kvgate.wire import generated, stops
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    import re
+    from collections.abc import Iterable, Sequence
 
 
 EDGE_BYTES = 64
@@ -81,10 +84,28 @@ def added(usages: Iterable[Usage], *, prompt_once: bool) -> Usage | None:
     return Usage(prompt, sum(u.output_tokens for u in every), cached)
 
 
+def openai_finish(answer: Any) -> str:
+    """Why an answer in OpenAI's form ended; of several choices the one that was cut short."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    finish = ""
+    for choice in choices if isinstance(choices, list) else []:
+        if isinstance(choice, dict):
+            finish = ending.of_several(finish, ending.finish_of(choice.get("finish_reason")))
+    return finish
+
+
+def is_unfinished(event: bytes) -> bool:
+    """Whether a chunk in OpenAI's form ends no choice, as nearly all of them."""
+    return b'"finish_reason":null' in event or b'"finish_reason"' not in event
+
+
 class EventTap:
     """Watches a stream of events; implements `ports.StreamTap` together with a dialect's own `look`."""
 
+    text: tuple[re.Pattern[bytes], ...] = ()
+
     def __init__(self) -> None:
+        self.finish = ""
         self.usages: list[Usage] = []
         self.ended = False
         self.failure: bytes | None = None
@@ -104,6 +125,14 @@ class EventTap:
     def look(self, event: bytes) -> bytes:
         """What of an event the client gets; a dialect reads its usage and its end here."""
         raise NotImplementedError
+
+    def stop(self, events: Sequence[bytes], usage: Usage) -> bytes:  # noqa: ARG002 - a port's method
+        """Nothing, unless a dialect knows how."""
+        return b""
+
+    def finished(self, word: object) -> None:
+        """An answer of the stream ended, with this word for why."""
+        self.finish = ending.of_several(self.finish, ending.finish_of(word))
 
     def _is_error(self, event: bytes) -> bool:
         data = event_data(event)
@@ -130,9 +159,11 @@ class NoStream(EventTap):
 def llamacpp_told(request: ReadRequest, body: bytes) -> Told | None:
     """What an answer in llama.cpp's own form cost: one object, or a list of one for each answer."""
     answer = parsed(body)
-    return _llamacpp_sum(
-        request, [_llamacpp_usage(one) for one in (answer if isinstance(answer, list) else [answer])]
-    )
+    every = answer if isinstance(answer, list) else [answer]
+    finish = ""
+    for one in every:
+        finish = ending.of_several(finish, ending.finish_of(one.get("stop_type") if isinstance(one, dict) else None))
+    return _llamacpp_sum(request, [_llamacpp_usage(one) for one in every], finish)
 
 
 class LlamaCppTap(EventTap):
@@ -140,6 +171,8 @@ class LlamaCppTap(EventTap):
 
     There is no end marker: the stream has ended when every answer has.
     """
+
+    text = generated.members("content")
 
     def __init__(self, request: ReadRequest) -> None:
         super().__init__()
@@ -149,7 +182,7 @@ class LlamaCppTap(EventTap):
     @property
     def told(self) -> Told | None:
         """The sum over the answers, once all have told."""
-        return _llamacpp_sum(self._request, self._finals) if self.ended else None
+        return _llamacpp_sum(self._request, self._finals, self.finish) if self.ended else None
 
     def look(self, event: bytes) -> bytes:
         """Only last events are parsed."""
@@ -157,14 +190,19 @@ class LlamaCppTap(EventTap):
             return b""  # llama.cpp begins the stream of several answers so; clients stumble over it
         if b'"stop":true' in event and isinstance(final := parsed(event_data(event)), dict) and final.get("stop"):
             self._finals.append(_llamacpp_usage(final))
+            self.finished(final.get("stop_type"))
             ask = self._request.ask
             self.ended = len(self._finals) >= len(ask.prompts) * ask.sequences
         else:
             self.events += event.startswith(b"data:")
         return event
 
+    def stop(self, events: Sequence[bytes], usage: Usage) -> bytes:
+        """The last event of an answer that reached its limit."""
+        return stops.llamacpp(events, usage)
 
-def _llamacpp_sum(request: ReadRequest, usages: list[Usage | None]) -> Told | None:
+
+def _llamacpp_sum(request: ReadRequest, usages: list[Usage | None], finish: str) -> Told | None:
     """Each answer tells its prompt, so a prompt is told once for each of its answers."""
     ask = request.ask
     known = [usage for usage in usages if usage is not None]
@@ -172,7 +210,7 @@ def _llamacpp_sum(request: ReadRequest, usages: list[Usage | None]) -> Told | No
     if total is None or len(known) != len(ask.prompts) * ask.sequences:
         return None
     prompt, cached = total.prompt_tokens // ask.sequences, total.cached_tokens // ask.sequences
-    return Told(Usage(prompt, total.output_tokens, cached), prompts=len(ask.prompts))
+    return Told(Usage(prompt, total.output_tokens, cached), prompts=len(ask.prompts), finish=finish)
 
 
 def _llamacpp_usage(answer: Any) -> Usage | None:

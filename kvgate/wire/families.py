@@ -8,6 +8,8 @@ from kvgate.core.json_object import Edit
 from kvgate.wire import answers, envelopes, fields, trim_asks
 
 if TYPE_CHECKING:
+    import re
+
     from kvgate.core.ask import Size
     from kvgate.core.reason import Refusal
     from kvgate.ports import ReadRequest, Texts, Told
@@ -42,6 +44,7 @@ class LlamaCppText(LlamaCppErrors):
 
     output_fields = fields.LLAMACPP_LIMITS
     canonical_field = "n_predict"
+    whole_text = answers.LlamaCppTap.text
 
     def trimmable(self, request: ReadRequest) -> Texts | None:  # noqa: ARG002 - a port's method
         """Nothing, unless an API says so."""
@@ -65,6 +68,8 @@ class LlamaCppText(LlamaCppErrors):
 
 class WithoutOutput:
     """Nothing is generated: there is no limit to set, no stream to watch, and no room to make."""
+
+    whole_text: tuple[re.Pattern[bytes], ...] = ()
 
     def trimmable(self, request: ReadRequest) -> None:
         """Nothing: half an embedding is another one."""

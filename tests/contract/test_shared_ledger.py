@@ -227,6 +227,7 @@ async def test_a_killed_gates_kv_comes_back_after_lease_and_drain(start: Callabl
         return (view.running, view.draining, view.waiting) == (0, 5, 1)
 
     await until(drains)
+    assert (await other.view()).leases_expired == 5
     assert not waiting.done()
 
     async def looked() -> bool:

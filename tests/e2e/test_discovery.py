@@ -37,7 +37,10 @@ async def test_n_ctx_slot_is_read_not_computed(six_slots: EngineProcess, start_g
     assert profile["pool_tokens"] == {"value": 9216, "source": "log"}
     assert profile["kv_type_k"] == {"value": "f16", "source": "log"}
     ready = gate.ready()
-    assert (ready["ready"], ready["problems"], ready["warnings"]) == (True, [], [])
+    assert (ready["ready"], ready["problems"]) == (True, [])
+    assert ["RAM prompt cache" in warning for warning in ready["warnings"]] == [True]  # llama.cpp's default
+    assert profile["prompt_cache_mib"] == {"value": 8192, "source": "log"}
+    assert profile["idle_slots_cached"] == {"value": True, "source": "log"}
     assert (ready["engine"]["state"], ready["engine"]["changed"]) == ("serving", None)
     answer = await post(gate.url, chat(max_tokens=2))
     assert answer.headers["x-kvgate-n-ctx-slot"] == "1536"

@@ -114,7 +114,7 @@ async def test_a_dry_run_knows_what_the_gates_have_seen(start_gate: StartGate, t
     async with running(start_gate, tmp_path, "[tenant.acme]\n[tenant.quiet]\n") as fleet:
         made = await fleet.kvgate("keys", "create", "acme")
         await fleet.follow(made["key"], 200)
-        before = (await fleet.kvgate("tenants", "show", "acme"))["recent_requests"]
+        before = len(fleet.gates)  # each has let one in
         for gate in fleet.gates:
             for output in (10, 100, 200):
                 answer = await post(gate.url, chat(max_tokens=output), key=made["key"])

@@ -12,6 +12,7 @@ from kvgate.core.counting import Proof
 from kvgate.core.json_object import Edit
 from kvgate.core.ledger import Denied, Lease
 from kvgate.core.profile import EngineProfile, Fact, Source, Topology
+from kvgate.core.reuse import Reuse
 from kvgate.core.tenant import Limits, OnOverflow, Quota, Tenant
 from kvgate.engines.llamacpp.errors import explain
 from kvgate.ports import Counted, Head, LineFailed, Refused, nothing_yet
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from kvgate.core.ask import Usage
+    from kvgate.core.json_object import JsonObject
     from kvgate.core.ledger import Reservation
     from kvgate.core.pool import KvPool
     from kvgate.core.reason import Refusal
-    from kvgate.core.reuse import Reuse
     from kvgate.ports import Line, ReadRequest, RequestRecord
 
     Step = EngineProfile | Refused | Callable[[], Awaitable[None]]
@@ -124,6 +125,7 @@ class EngineDouble:
     opens: list[Step] = field(default_factory=list)
     counted: list[tuple[str, bytes]] = field(default_factory=list)
     lines: list[LineDouble] = field(default_factory=list)
+    fresh: list[bool] = field(default_factory=list)
     answer: Callable[[EngineProfile], LineDouble] = LineDouble
     prompts: tuple[int, ...] = ()
     proof: Proof = Proof.ENGINE
@@ -163,8 +165,9 @@ class EngineDouble:
         await self._next(self.text_counts)
         return tuple(len(word.encode()) for word in re.findall(r"\s*\S+|\s+$", text))
 
-    async def open(self) -> LineDouble:
+    async def open(self, *, fresh: bool = False) -> LineDouble:
         found = await self._next(self.opens)
+        self.fresh.append(fresh)
         self.lines.append(self.answer(found))
         return self.lines[-1]
 
@@ -172,7 +175,13 @@ class EngineDouble:
         return profile.pool()
 
     def reuse_edit(self, reuse: Reuse) -> Edit:
-        return NO_CACHE
+        return NO_CACHE if reuse is Reuse.OFF else Edit({"cache_prompt": True}, NO_CACHE.drop)
+
+    def unmarked(self, document: JsonObject) -> JsonObject:
+        return document
+
+    def carries_reuse(self, dialect: str) -> bool:
+        return dialect not in self.reuse_off
 
     def reuse_is_off(self, dialect: str, profile: EngineProfile) -> bool | None:
         return self.reuse_off.get(dialect, True)

@@ -92,7 +92,7 @@ def test_check_names_what_it_found(engine: FakeEngine, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.startswith("ok: n_ctx_slot = 512 tokens (props), 2 slots")
     check(engine.url, 2048)
     said = capsys.readouterr().out
-    assert said.startswith("too small: n_ctx_slot = 512 tokens (props), 2 slots; at least 2048")
+    assert said.startswith("error slot-context: n_ctx_slot = 512 tokens (props), 2 slots; at least 2048")
     assert "-c 4096 -np 2" in said
 
 
@@ -157,7 +157,8 @@ def test_check_of_what_is_no_url(url: str, capsys: pytest.CaptureFixture[str]) -
         ["check", "--upstream", NOBODY, "--context-tokens-min", "-5"],
         ["check", "--upstream", NOBODY, "--context-tokens-min", "many"],
         ["check", "--up", NOBODY, "--context-tokens-min", "5"],
-        ["check", "--upstream", NOBODY, "--context-tokens-min", "5", "--", "llama-server"],
+        ["check", "--upstream", NOBODY, "--context-tokens-min", "5", "--acknowledge", "everything"],
+        ["explain", "-", "--tenant", "x", "--", "llama-server"],
         ["nothing"],
         [],
     ],

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import kvgate.dialects
 from kvgate.core.admission import Reject, decide
-from kvgate.core.ask import Size
+from kvgate.core.ask import Size, Usage
 from kvgate.core.pool import KvPool
 from kvgate.core.reason import Reason, Refusal, refusal
 from kvgate.core.sse import EventSplitter
@@ -639,3 +639,42 @@ def test_samples_are_not_empty_shells(dialect: Dialect, sample: Sample) -> None:
     assert sample.wholes
     assert sample.malformed
     assert (sample.stream is not None) == bool(sample.limits)
+
+
+STOPPED: Final = {"kvgate": {"finish_reason": "loop"}}
+
+
+def test_a_stream_can_be_stopped_behind_any_piece_of_output(streaming: tuple[Dialect, Sample, Stream]) -> None:
+    """As a stream that reached its limit: its own tap finds it whole, with these figures, cut for its length."""
+    dialect, sample, stream = streaming
+    asked = {name: value for name, value in stream.asked.items() if name != "n"}
+    asked |= {"prompt": "Once"} if "prompt" in sample.body else {}
+    read = dialect.read(sample.request(stream=True, stream_options={"include_usage": True}, **asked))
+    tap, ended = dialect.tap(read), 0
+    assert tap.text
+    for at, event in enumerate(stream.events):
+        before = tap.events
+        tap.take(event.encode())
+        if tap.ended or tap.finish:  # one of several answers has ended, and several are never stopped
+            break
+        ending = tap.stop([event.encode()], Usage(7, 5))
+        if tap.events == before:
+            continue
+        ended += 1
+        assert json.dumps(STOPPED)[1:-1].replace(" ", "").encode() in ending
+        client = dialect.tap(read)
+        through(client, *(text.encode() for text in stream.events[: at + 1]))
+        passed = through(client, ending)
+        assert client.ended
+        assert client.failure is None
+        assert client.told is not None
+        assert (client.told.finish, client.told.usage.output_tokens) == ("length", 5)
+        assert b"loop" in passed
+    assert ended
+
+
+def test_a_stream_is_not_stopped_where_that_would_leave_it_torn(streaming: tuple[Dialect, Sample, Stream]) -> None:
+    """Nothing but a comment, or a broken event: it goes on until one that can be the last."""
+    dialect, sample, stream = streaming
+    for events in ([], [b": ping\n\n"], [b"data: {\n\n"], [b"data: [DONE]\n\n"], [b"data: 5\n\n"]):
+        assert tap_of(dialect, sample, stream).stop(events, Usage(7, 5)) == b""

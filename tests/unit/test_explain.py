@@ -25,6 +25,7 @@ from kvgate.core.reason import Reason, refusal
 from kvgate.core.tenant import Limits, OnOverflow, Quota, Tenant
 from kvgate.gate import Gate
 from kvgate.metrics import Metrics
+from kvgate.store.errors import StoreUnavailable
 from kvgate.web import served_routes
 from tests.unit.doubles import EngineDouble, LedgerDouble, TenantsDouble, chat, refused, tenant
 
@@ -198,6 +199,11 @@ async def admin(engine: EngineDouble) -> TestClient[web.Request, web.Application
     async def refresh() -> None:
         return
 
+    async def reports(request_id: str) -> tuple[dict[str, Any], ...]:
+        if request_id == "out":
+            raise StoreUnavailable("the store is out")
+        return ({"request_id": request_id},) if request_id == "kvg-1" else ()
+
     explain = explainer(engine).explain
     app = admin_app(
         Metrics(),
@@ -207,6 +213,7 @@ async def admin(engine: EngineDouble) -> TestClient[web.Request, web.Application
         engine=dict,
         refresh=refresh,
         explain=explain,
+        reports=reports,
         body_bytes_max=4096,
     )
     client = TestClient(TestServer(app))
@@ -225,6 +232,21 @@ async def test_the_operators_listener_explains() -> None:
             assert (answer.status, (await answer.json())["problem"]) == (404, "there is no tenant 'nobody'")
         async with client.post("/explain?tenant=acme", data=chat("x" * 5000)) as answer:
             assert answer.status == 413
+    finally:
+        await client.close()
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("request_id", "status", "said"),
+    [("kvg-1", 200, '"request_id": "kvg-1"'), ("kvg-2", 404, "x-request-id"), ("out", 503, "the store is out")],
+)
+async def test_the_operators_listener_reports(request_id: str, status: int, said: str) -> None:
+    client = await admin(EngineDouble())
+    try:
+        async with client.get(f"/report/{request_id}") as answer:
+            assert answer.status == status
+            assert said in await answer.text()
     finally:
         await client.close()
         await asyncio.sleep(0)

@@ -15,7 +15,9 @@ from kvgate.core.ask import Usage
 from kvgate.core.counting import Proof
 from kvgate.core.ledger import Denied
 from kvgate.core.reason import Reason, refusal
+from kvgate.core.reuse import Reuse
 from kvgate.core.tenant import Tenant
+from kvgate.core.warmth import Warmth
 from kvgate.dialects.anthropic_messages import AnthropicMessages
 from kvgate.dialects.openai_chat import OpenAiChat
 from kvgate.dialects.openai_embeddings import OpenAiEmbeddings
@@ -37,16 +39,19 @@ from tests.unit.doubles import (
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from kvgate.ports import LedgerPort, LineFailed
+    from kvgate.core.profile import EngineProfile
+    from kvgate.ports import LedgerPort, LineFailed, ReuseRule
 
 OLD = profile(1024, instance="<old>")
 NEW = profile(512, instance="<new>")
 UNREACHABLE = refused(refusal(Reason.ENGINE_UNREACHABLE, retry_after_s=2))
 
 
-def gate(engine: EngineDouble, ledger: LedgerPort) -> Gate:
+def gate(
+    engine: EngineDouble, ledger: LedgerPort, rule: ReuseRule | None = None, warmth: Warmth | None = None
+) -> Gate:
     ids = vars(ledger).setdefault("ids", itertools.count(1))  # one story, one row of ids
-    return Gate(engine, ledger, new_id=lambda: f"lease-{next(ids)}")
+    return Gate(engine, ledger, new_id=lambda: f"lease-{next(ids)}", rule=rule, warmth=warmth)
 
 
 def call(body: bytes | None = None, who: Tenant | None = None) -> Call:
@@ -518,6 +523,7 @@ async def test_an_engine_is_probed_before_it_gets_what_cannot_carry_the_switch()
         ("settle", "lease-1"),
     ]
     assert engine.probed == [engine.lines[0]]
+    assert engine.fresh == [True, False]  # several exchanges in a row want a line that is not near its end
     assert [line.released for line in engine.lines] == [1, 1]
 
 
@@ -742,3 +748,74 @@ async def test_a_line_to_another_engine_is_none(then: Any) -> None:
         assert refusal_raised.value.refusal.reason is expected
     assert all(line.released == 1 for line in engine.lines)
     assert len(ledger.settled) == 1
+
+
+# -- prefix reuse
+
+
+class Rule:
+    """Serves everybody but `stranger`; who `asked` or is `acme` may reuse, on engines of this instance."""
+
+    def __init__(self, instance: str = "<one>") -> None:
+        self.instance = instance
+
+    def serves(self, tenant: Tenant) -> bool:
+        return tenant.name != "stranger"
+
+    def of(self, tenant: Tenant, profile: EngineProfile, *, asked: bool) -> Reuse:
+        may = profile.instance == self.instance and (asked or tenant.name == "acme")
+        return Reuse.KEEP if may else Reuse.OFF
+
+
+@pytest.mark.parametrize(
+    ("request_", "reuse"),
+    [
+        (call(), Reuse.KEEP),
+        (call(who=tenant("beta")), Reuse.OFF),
+        (call(chat(cache_prompt=True), tenant("beta")), Reuse.KEEP),
+        (call(chat(cache_prompt=1), tenant("beta")), Reuse.OFF),
+        (Call(tenant(), OpenAiEmbeddings(), b'{"input": "a"}'), Reuse.OFF),
+        (messages(), Reuse.OFF),
+    ],
+)
+async def test_reuse_is_by_the_rule_where_the_request_can_carry_it(request_: Call, reuse: Reuse) -> None:
+    """What generates nothing, or cannot say so, has none; the body says what was decided."""
+    engine = EngineDouble(reuse_off={"anthropic_messages": True})
+    async with gate(engine, LedgerDouble(), Rule()).admit(request_) as found:
+        assert isinstance(found, Admitted)
+        assert found.reuse is reuse
+        assert json.loads(found.body)["cache_prompt"] is (reuse is Reuse.KEEP)
+
+
+async def test_reuse_is_decided_by_the_connection_that_the_request_goes_out_on() -> None:
+    """An engine that was swapped after the count is judged anew, and the successor is not pinned."""
+    engine = EngineDouble(counts=[OLD], opens=[NEW], now=NEW)
+    async with gate(engine, LedgerDouble(), Rule("<old>")).admit(call()) as found:
+        assert isinstance(found, Admitted)
+        assert (found.profile, found.reuse) == (NEW, Reuse.OFF)
+
+
+async def test_a_dedicated_engine_refuses_all_others_before_anything_is_done() -> None:
+    """403, nothing counted, and `explain` says the same."""
+    engine, ledger = EngineDouble(), LedgerDouble()
+    judge, stranger = gate(engine, ledger, Rule()), call(who=tenant("stranger"))
+    async with judge.admit(stranger) as found:
+        assert isinstance(found, Rejected)
+        assert (found.refusal.reason, found.refusal.reason.status) == (Reason.ENGINE_DEDICATED, 403)
+    weighed = await judge.weigh(stranger)
+    assert isinstance(weighed, Rejected)
+    assert weighed.refusal == found.refusal
+    assert (engine.counted, ledger.told) == ([], [])
+
+
+async def test_a_conversation_is_told_once_that_its_kv_is_gone() -> None:
+    """By how it begins, so its later turns are the same; others are not concerned."""
+    rule, warmth = Rule("<old>"), Warmth(b"s")
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    longer = chat(messages=[*turns, {"role": "user", "content": "more"}])
+    cold = []
+    for profile_, body in [(OLD, chat()), (OLD, longer), (NEW, chat("other")), (NEW, longer), (NEW, longer)]:
+        async with gate(EngineDouble(now=profile_), LedgerDouble(), rule, warmth).admit(call(body)) as found:
+            assert isinstance(found, Admitted)
+            cold.append(found.cold)
+    assert cold == [False, False, False, True, False]

@@ -55,7 +55,7 @@ def test_a_lost_gates_leases_drain_and_its_tickets_go() -> None:
     ledger.renew("h", [], 10.0, 10.0)
     ledger.renew("h", [], TTL_S, TTL_S)
     view = ledger.ledger.view()
-    assert (view.running, view.draining, view.waiting) == (0, 2, 1)
+    assert (view.running, view.draining, view.waiting, view.leases_expired) == (0, 2, 1, 2)
     assert [facts.handed_over_at_s for facts in ledger.facts()] == [TTL_S, TTL_S]
     ledger.leave("h", 16.0)
     assert ledger.ledger.view().waiting == 0

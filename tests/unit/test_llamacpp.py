@@ -20,8 +20,8 @@ from kvgate.core.startup_log import StartupLog
 from kvgate.engines.llamacpp import COUNTERS, COUNTS_AT_ONCE, REUSE_FIELDS, SAFE_PROBLEMS, LlamaCpp, LlamaCppSettings
 from kvgate.engines.llamacpp import calls as module
 from kvgate.engines.llamacpp.discovery import BoundFacts
-from kvgate.engines.llamacpp.engine import SWITCHLESS
 from kvgate.engines.llamacpp.errors import explain
+from kvgate.engines.llamacpp.reuse_fields import SWITCHLESS
 from kvgate.ports import PROBE_SIZE, LineFailed, LineStalled, ReadRequest, Refused
 from tests import fake_engine as fault
 from tests.fake_engine import CHAT, COUNTER, MESSAGES, MESSAGES_COUNTER, TOKENIZE, FakeEngine, raw, whole
@@ -746,7 +746,7 @@ async def test_the_engines_key_goes_with_every_request(engine: FakeEngine, gate_
 
 
 async def probe(llama: LlamaCpp) -> None:
-    line = await llama.open()
+    line = await llama.open(fresh=True)
     try:
         await llama.probe_reuse(line)
     finally:
@@ -858,6 +858,28 @@ async def test_a_control_call_is_passed_on_as_it_is(engine: FakeEngine, gate_to:
     assert await llama.control("/apply-template", b"{}") == (400, b'{"error":{}}')
     engine.script("/apply-template", fault.cut_whole)
     assert await reason_of(llama.control("/apply-template", b"{}")) is Reason.ENGINE_UNREACHABLE
+
+
+async def test_a_call_survives_that_its_kept_connection_ends(engine: FakeEngine, gate_to: Any) -> None:
+    """It runs no inference: once more, on a new connection; what fails there too is told."""
+    llama = gate_to()
+    await llama.control("/tokenize", b'{"content": ""}')
+    for reply in (fault.close_before_head, fault.reset_before_head, fault.cut_whole):
+        engine.script("/apply-template", reply, whole("200 OK", {"a": 1}))
+        assert await llama.control("/apply-template", b"{}") == (200, b'{"a":1}')
+    engine.script("/apply-template", fault.close_before_head, fault.close_before_head)
+    assert await reason_of(llama.control("/apply-template", b"{}")) is Reason.ENGINE_UNREACHABLE
+    assert engine.asked("/apply-template") == engine.asked("/apply-template")[:8]
+
+
+async def test_the_engines_end_of_a_connection_fails_nothing(engine: FakeEngine, gate_to: Any) -> None:
+    """llama-server has a hundred exchanges on one: a probe of three and a look of two find room for theirs."""
+    llama = gate_to()
+    for _ in range(fault.REQUESTS_PER_CONNECTION // 2):
+        await llama.control("/apply-template", b"{}")
+        await probe(llama)
+        await llama.control("/apply-template", b"{}")
+        assert await llama.look() is not None
 
 
 async def test_props_are_told_whole(engine: FakeEngine, gate_to: Any) -> None:

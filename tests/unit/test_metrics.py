@@ -139,6 +139,18 @@ def test_what_must_stay_0_is_counted_when_it_does_not() -> None:
     assert value(metrics, "kvgate_hangups_total", tenant="acme") == 1
 
 
+def test_requests_are_counted_by_the_reuse_that_they_had() -> None:
+    """Who was never admitted had none to speak of."""
+    metrics = Metrics()
+    for reuse in ("off", "on", "on", ""):
+        metrics.request(replace(RECORD, reuse=reuse))
+    assert [value(metrics, "kvgate_reuse_total", tenant="acme", reuse=reuse) for reuse in ("off", "on", "")] == [
+        1,
+        2,
+        None,
+    ]
+
+
 def test_engine_overflows_are_remembered_for_readiness() -> None:
     metrics = Metrics()
     metrics.request(RECORD)
@@ -217,6 +229,16 @@ def test_gauges_are_read_at_each_scrape() -> None:
     world.ready, world.connections = True, 3
     assert value(world.metrics, "kvgate_ready") == 1
     assert value(world.metrics, "kvgate_upstream_connections") == 3
+
+
+def test_the_least_context_is_the_setting_that_is_in_force() -> None:
+    """Read at each scrape, since a reload may change it; 0 where there is none."""
+    least: int | None = None
+    metrics = Metrics()
+    metrics.watch(lambda: None, lambda: None, lambda: True, lambda: 0, context_tokens_min=lambda: least)
+    assert value(metrics, "kvgate_engine_context_min_tokens") == 0
+    least = 4096
+    assert value(metrics, "kvgate_engine_context_min_tokens") == 4096
 
 
 def test_every_state_has_a_sample_and_one_of_them_is_1() -> None:
@@ -312,10 +334,12 @@ def test_waiting_requests_are_shown_by_tenant() -> None:
         waiting_by_tenant=(("acme", 2), ("beta", 1)),
         held_tokens_by_tenant=(("acme", 7),),
         drains_overdue=4,
+        leases_expired=2,
     )
     assert value(world.metrics, "kvgate_queue_depth", tenant="acme") == 2
     assert value(world.metrics, "kvgate_queue_depth", tenant="beta") == 1
     assert value(world.metrics, "kvgate_drains_overdue") == 4
+    assert value(world.metrics, "kvgate_leases_expired") == 2
 
 
 def test_a_label_of_strange_letters_cannot_break_the_text() -> None:

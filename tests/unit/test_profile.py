@@ -164,6 +164,9 @@ DECIDES: dict[str, Any] = {
     "n_vocab": 3,
     "chat_template_sha256": "00",
     "kv_type_k": Fact("q8_0", Source.LOG),
+    "prompt_cache_mib": Fact(0, Source.LOG),
+    "idle_slots_cached": Fact(False, Source.LOG),
+    "context_shift": Fact(False, Source.LOG),
 }
 """What two engines must agree in to compute alike, each with another value than `PROFILE` has."""
 

@@ -12,10 +12,12 @@ from kvgate import relay as module
 from kvgate.core.admission import Admit, Room
 from kvgate.core.ask import Size, Usage
 from kvgate.core.ledger import Lease
+from kvgate.core.loops import Loop
 from kvgate.core.pool import KvPool
 from kvgate.core.reason import Reason, refusal
 from kvgate.core.replay import Asked
 from kvgate.core.reuse import Reuse
+from kvgate.core.tenant import LoopGuard
 from kvgate.dialects.openai_chat import OpenAiChat
 from kvgate.engines.llamacpp.errors import explain
 from kvgate.gate import Admitted, Receipt
@@ -66,6 +68,7 @@ class Story:
             body=b"the judged body",
             line=self.line,
             lease=Lease("x", 11, 1, 0.0),
+            cold=False,
             reuse=Reuse.OFF,
             start=lambda: self.told.append("start"),
             answered=lambda: self.told.append("answered"),
@@ -493,3 +496,93 @@ async def test_what_went_wrong_is_said_for_the_operator_and_not_to_the_client() 
     assert "closed the connection" in relayed.detail
     assert "closed the connection" not in story.client.body.decode()
     assert (await streamed(delta("x"), DONE).run()).detail == ""
+
+
+# -- what was cached
+
+
+CACHED = b'{"usage":{"prompt_tokens":9,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":8}}}'
+COLD = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 0}}
+
+
+@pytest.mark.parametrize("reuse", list(Reuse))
+async def test_cached_tokens_are_shown_to_who_may_reuse_alone(reuse: Reuse) -> None:
+    """Whole and streamed; the receipt has the truth either way."""
+    whole = Story(Head(200, JSON), [CACHED])
+    usage = b'data: {"choices":[],' + CACHED[1:] + b"\n\n"
+    stream = streamed(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n', usage, b"data: [DONE]\n\n", shown=True)
+    for story in (whole, stream):
+        story.admitted.reuse = reuse
+        await story.run()
+        assert story.receipt.told == Told(Usage(9, 2, 8))
+    event = stream.client.body.split(b"\n\n")[1].removeprefix(b"data: ")
+    if reuse is Reuse.OFF:
+        assert [json.loads(shown)["usage"] for shown in (whole.client.body, event)] == [COLD, COLD]
+    else:
+        assert (whole.client.body, b"data: " + event + b"\n\n") == (CACHED, usage)
+    assert stream.client.body.endswith(b"data: [DONE]\n\n")
+
+
+# -- answers that repeat themselves
+
+
+def looping(count: int = 700) -> list[bytes]:
+    return [delta(("never ", "ever, ")[at % 2]) for at in range(count)]
+
+
+class Endless(Story):
+    """A stream that goes round and would not end by itself."""
+
+    async def guarded(self, loop_guard: LoopGuard) -> Relayed:
+        return await relay(self.admitted, DIALECT, "/v1/chat/completions", self.client, OWN, loop_guard=loop_guard)
+
+
+async def test_a_loop_is_stopped_as_a_whole_stream() -> None:
+    """The client has an end, its finish reason and its usage; nothing more is read, and the lease drains."""
+    story = Endless(Head(200, SSE), [*looping(5000), forever], stream=True, stream_options={"include_usage": True})
+    assert await story.guarded(LoopGuard.STOP) == Relayed(200)
+    *_, last, usage, done, rest = story.client.body.split(b"\n\n")
+    chunk = json.loads(last.removeprefix(b"data: "))
+    assert chunk["choices"][0]["finish_reason"] == "length"
+    assert chunk["kvgate"] == {"finish_reason": "loop"}
+    told = json.loads(usage.removeprefix(b"data: "))["usage"]
+    assert (told["prompt_tokens"], told["completion_tokens"]) == (9, story.receipt.events)
+    assert (done, rest) == (b"data: [DONE]", b"")
+    receipt = story.receipt
+    assert (receipt.loop, receipt.stopped, receipt.ended, receipt.told) == (Loop.TEXT, True, False, None)
+    assert 100 < receipt.events < 1000
+
+
+@pytest.mark.parametrize(("guard", "loop"), [(LoopGuard.OBSERVE, Loop.TEXT), (LoopGuard.OFF, None)])
+async def test_a_loop_that_is_observed_goes_on(guard: LoopGuard, loop: Loop | None) -> None:
+    story = Endless(Head(200, SSE), [*looping(), USAGE, DONE], stream=True)
+    assert await story.guarded(guard) == Relayed(200)
+    assert story.client.body == b"".join(looping()) + DONE
+    assert (story.receipt.loop, story.receipt.stopped, story.receipt.ended) == (loop, False, True)
+
+
+async def test_one_of_several_answers_stops_none() -> None:
+    story = Endless(Head(200, SSE), [*looping(), USAGE, USAGE, DONE], stream=True, n=2)
+    assert await story.guarded(LoopGuard.STOP) == Relayed(200)
+    assert (story.receipt.loop, story.receipt.stopped) == (Loop.TEXT, False)
+
+
+@pytest.mark.parametrize(("guard", "header"), [(LoopGuard.STOP, "text"), (LoopGuard.OFF, None)])
+async def test_a_loop_in_a_whole_answer_is_told_in_a_header(guard: LoopGuard, header: str | None) -> None:
+    choice = {"message": {"content": "never ever, " * 100}, "finish_reason": "length"}
+    answer = json.dumps({"choices": [choice], "usage": {"prompt_tokens": 9, "completion_tokens": 2}}).encode()
+    story = Endless(Head(200, JSON), [answer])
+    await story.guarded(guard)
+    assert story.client.body == answer
+    assert story.client.headers.get("x-kvgate-loop") == header
+
+
+async def test_an_answer_that_the_context_ended_says_so() -> None:
+    """The verdict's limit of 2 is less than the room: only an engine that stopped before it was full."""
+    for output, header in ((1, "slot"), (2, None)):
+        choice = {"message": {"content": "a"}, "finish_reason": "length"}
+        usage = {"prompt_tokens": 9, "completion_tokens": output}
+        story = Endless(Head(200, JSON), [json.dumps({"choices": [choice], "usage": usage}).encode()])
+        await story.guarded(LoopGuard.OBSERVE)
+        assert story.client.headers.get("x-kvgate-ended-by-context") == header
+        assert story.receipt.ended_by_context == (header or "")

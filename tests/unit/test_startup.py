@@ -272,3 +272,26 @@ async def _until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110 - another process tells of no event
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], None),
+        (["--context-shift"], True),
+        (["--no-context-shift"], False),
+        (["--no-context-shift", "--context-shift"], True),
+    ],
+)
+async def test_a_childs_command_tells_whether_it_shifts(tmp_path: Path, flags: list[str], said: bool | None) -> None:
+    """No line of the log does."""
+    engine = tmp_path / "llama-server.py"
+    engine.write_text(f"print({started()!r})")
+    child = Child([sys.executable, str(engine), *flags])
+    await child.start()
+    await child.wait()
+    await _until(lambda: child.read().starts > 0)
+    facts = child.read().facts
+    assert facts is not None
+    assert facts.context_shift is said
+    await child.stop()

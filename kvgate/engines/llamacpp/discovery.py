@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvgate.core.drain import BusySlot
 from kvgate.core.profile import EngineProfile, Fact, KvSettings, Source, StartupFacts, resolve_kv
@@ -12,6 +12,8 @@ from kvgate.ports import Refused
 
 if TYPE_CHECKING:
     from kvgate.ports import StartupLogSource
+
+T = TypeVar("T")
 
 KIND = "llamacpp"
 
@@ -30,20 +32,27 @@ class BoundFacts:
         self._instance: str | None = None
         self._bound = False
         self._facts: StartupFacts | None = None
+        self._is_whole = False
         self._starts = 0
         self._starts_before = 0
 
     def of(self, instance: str | None) -> StartupFacts | None:
         """The facts of the process of this instance, None where none are certain."""
         source = self._source
-        if source is None or (self._bound and self._instance == instance and self._facts is not None):
+        is_same = self._bound and self._instance == instance
+        if source is None or (is_same and self._is_whole):
             return self._facts
         found = source.read()
+        if is_same and self._facts is not None:  # the rest of the same start, no other one
+            self._is_whole = found.is_settled or found.starts != self._starts
+            self._facts = found.facts if found.starts == self._starts else self._facts
+            return self._facts
         if self._bound and self._instance != instance:
             self._starts_before = self._starts
         self._bound, self._instance, self._starts = True, instance, found.starts
         certain = instance is not None or source.is_childs
         self._facts = found.facts if certain and found.starts > self._starts_before else None
+        self._is_whole = self._facts is not None and found.is_settled
         return self._facts
 
 
@@ -103,7 +112,15 @@ def profile_of(
         kv_type_k=Fact(facts.kv_type_k, Source.LOG) if facts and facts.kv_type_k else None,
         kv_type_v=Fact(facts.kv_type_v, Source.LOG) if facts and facts.kv_type_v else None,
         slots_visible=slots_visible,
+        prompt_cache_mib=_told(facts.prompt_cache_mib if facts else None),
+        idle_slots_cached=_told(facts.idle_slots_cached if facts else None),
+        context_shift=_told(facts.context_shift if facts else None),
     )
+
+
+def _told(value: T | None) -> Fact[T] | None:
+    """What a startup log says, if it says it."""
+    return None if value is None else Fact(value, Source.LOG)
 
 
 def _n_ctx_slot(props: dict[str, Any], models: Any, slots: list[Any] | None) -> Fact[int] | None:

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvgate.core.counting import Proof
 from kvgate.core.drain import SlotsSeen
-from kvgate.core.json_object import Edit
 from kvgate.core.reason import Reason, refusal
-from kvgate.core.reuse import Reuse
 from kvgate.engines.llamacpp.calls import ask, exchange, json_bytes
 from kvgate.engines.llamacpp.counting import Counts
 from kvgate.engines.llamacpp.discovery import KIND, BoundFacts, busy_slots, profile_of, text_of
 from kvgate.engines.llamacpp.errors import LOADING_RETRY_AFTER_S, explain, problem_of
+from kvgate.engines.llamacpp.reuse_fields import SWITCHLESS, reuse_edit, unmarked
 from kvgate.engines.llamacpp.sleep import Sleep, digest_awake
 from kvgate.ports import Counted, LineFailed, Refused
 from kvgate.upstream import IDLE_TIMEOUT_S, Connection, Upstream, unanswered
@@ -26,9 +25,11 @@ if TYPE_CHECKING:
 
     from kvgate.core.ask import Prompt
     from kvgate.core.counting import Standing
+    from kvgate.core.json_object import Edit, JsonObject
     from kvgate.core.pool import KvPool
     from kvgate.core.profile import EngineProfile, KvSettings, StartupFacts
     from kvgate.core.reason import Refusal
+    from kvgate.core.reuse import Reuse
     from kvgate.engines.llamacpp.counting import CountingSettings
     from kvgate.ports import Clock, Line, ReadRequest, StartupLogSource
 
@@ -40,13 +41,6 @@ COUNTERS: Final = {
     "anthropic_messages": "/v1/messages/count_tokens",
 }
 """By dialect, the engine's own counter: the very body gives exactly the usage's prompt tokens (ENGINE_FACTS)."""
-
-SWITCHLESS: Final = frozenset({"anthropic_messages"})
-"""Dialects whose requests llama.cpp strips of `cache_prompt` (142 of 143 tokens were reused with false)."""
-
-REUSE_FIELDS: Final = frozenset({"cache_prompt", "n_cache_reuse", "id_slot", "slot_id", "prompt_cache_key"})
-"""Fields that ask for, key or pin prefix reuse; never taken from a client."""
-
 
 COUNTS_AT_ONCE = 2
 """Calls to counters and tokenizer in flight; more wait.
@@ -155,10 +149,16 @@ class LlamaCpp:
         return profile.pool(margin_tokens=settings.margin_tokens, headroom_ratio=settings.headroom_ratio)
 
     def reuse_edit(self, reuse: Reuse) -> Edit:
-        """Reuse off: said explicitly, since llama.cpp's default is on; nothing of the client's own stays."""
-        match reuse:
-            case Reuse.OFF:
-                return Edit({"cache_prompt": False}, REUSE_FIELDS)
+        """What the request says of reuse: see `reuse_fields`."""
+        return reuse_edit(reuse)
+
+    def unmarked(self, document: JsonObject) -> JsonObject:
+        """The body without the marks of reuse inside it."""
+        return unmarked(document)
+
+    def carries_reuse(self, dialect: str) -> bool:
+        """Whether a request of this dialect can ask for reuse, or against it."""
+        return dialect not in SWITCHLESS
 
     @property
     def is_undersized(self) -> bool:
@@ -181,13 +181,13 @@ class LlamaCpp:
             )
         )
 
-    async def open(self) -> Connection:
-        """A connection for one inference.
+    async def open(self, *, fresh: bool = False) -> Connection:
+        """A connection for one inference, or a new one for several in a row.
 
         Raises:
             Refused: ENGINE_UNREACHABLE, ENGINE_LOADING, ENGINE_UNKNOWN or ENGINE_UNDERSIZED.
         """
-        connection = await self.upstream.open()
+        connection = await self.upstream.open(fresh=fresh)
         if (refused := self.refusal_now()) is not None:
             connection.release()
             raise refused
@@ -386,23 +386,34 @@ class LlamaCpp:
     async def _call(self, method: str, path: str, body: bytes = b"", *, for_tenant: bool = True) -> _Called:
         """One short call on a connection of its own; for a tenant, an engine that may not serve is asked nothing.
 
+        It runs no inference: where a kept connection breaks, as one does that the engine closed in that moment, it is
+        made once more on a new one.
+
         Raises:
             Refused: ENGINE_UNREACHABLE, with the cause; what a new connection finds out.
         """
-        connection = await (self.open() if for_tenant else self.upstream.open())
-        self._calling.add(connection)
+        opened = self.open if for_tenant else self.upstream.open
+        connection = await opened()
         try:
-            called = _Called(
-                *await ask(connection, method, path, body, waking=self._sleep.waking), connection.profile
-            )
+            return await self._called(connection, method, path, body)
+        except LineFailed as failed:
+            if failed.silent or not connection.is_kept:
+                raise unanswered(str(failed), failed.trouble) from None
+        try:
+            return await self._called(await opened(fresh=True), method, path, body)
         except LineFailed as failed:
             raise unanswered(str(failed), failed.trouble) from None
+
+    async def _called(self, connection: Connection, method: str, path: str, body: bytes) -> _Called:
+        self._calling.add(connection)
+        try:
+            told = await ask(connection, method, path, body, waking=self._sleep.waking)
         finally:
             self._calling.discard(connection)
             connection.release()
         if method == "POST":
             self._sleep.answered()
-        return called
+        return _Called(*told, connection.profile)
 
     def reuse_is_off(self, dialect: str, profile: EngineProfile) -> bool | None:
         """True where the request carries the switch; for the others, what the probe of this process saw."""
@@ -452,6 +463,8 @@ class LlamaCpp:
         try:
             if self._sleep.is_told and await self._sleeps(connection):
                 return SlotsSeen((), asked_at_s)
+            if not connection.usable:  # that was the last exchange the engine has on one connection
+                connection = await self.upstream.open()
             slots = await _slots(connection)
         finally:
             connection.release()

@@ -110,6 +110,7 @@ local function sweep()
     if lease.claimed then
       charge_reserved(lease)
       drain(id, lease, true)
+      add('expired', 1)
     else
       charge(lease, -1)
       charge_service(lease, 0, 0, 0)

@@ -33,6 +33,7 @@ return answer({
   sequences = num('sequences'),
   waiting = num('waiting'),
   overdue = num('overdue'),
+  expired = num('expired'),
   closed = closed,
   fair = {
     gap = gap(),

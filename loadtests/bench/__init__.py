@@ -1,0 +1,1 @@
+"""Compares what stands between a client and an engine: nothing, nginx, kvgate, a bare aiohttp proxy, LiteLLM."""

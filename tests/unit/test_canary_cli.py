@@ -1,0 +1,138 @@
+"""`kvgate canary`: nothing is pinned without evidence, and every answer can be acted on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvgate.cli import main
+from kvgate.core.canary import Figures, SuiteReport
+from kvgate.core.tenant import ReusePolicy, Tenant
+from kvgate.store.canary import CanaryStore
+from kvgate.store.client import connect
+from kvgate.store.embedded import EmbeddedValkey
+from kvgate.store.registry import DeclaredTenant, Registry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PASSED = SuiteReport("f1e2", "<one>", 3, True, 12, 0, Figures(0.01, 0.02, 0.75, 0.5), 1_700_000_000.0)
+FAILED = replace(PASSED, fingerprint="dead", passed=False, cases_failed=2)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    store = EmbeddedValkey(tmp_path_factory.mktemp("store"))
+    asyncio.run(store.start())
+    yield store.url
+    asyncio.run(store.stop())
+
+
+@pytest.fixture
+def store(server: str) -> str:
+    """Empty but for two tenants, one of them a canary."""
+
+    async def fill() -> None:
+        async with connect(server) as client:
+            await client.flushall()
+            tenants = [Tenant("acme", reuse=ReusePolicy.CANARY), Tenant("beta")]
+            await Registry(client).apply({one.name: DeclaredTenant(one) for one in tenants}, "file")
+
+    asyncio.run(fill())
+    return server
+
+
+def report(store: str, *reports: SuiteReport) -> None:
+    async def write() -> None:
+        async with connect(store) as client:
+            for one in reports:
+                await CanaryStore(client).report(one)
+
+    asyncio.run(write())
+
+
+class Canary:
+    """The command at one store."""
+
+    def __init__(self, store: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self._store = store
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str) -> tuple[int, str, str]:
+        status = main(["canary", *arguments, "--store", self._store])
+        said = self._capsys.readouterr()
+        return status, said.out, said.err
+
+    def json(self, *arguments: str) -> Any:
+        status, out, err = self(*arguments, "--json")
+        assert (status, err) == (0, "")
+        return json.loads(out)
+
+
+@pytest.fixture
+def canary(store: str, capsys: pytest.CaptureFixture[str]) -> Canary:
+    return Canary(store, capsys)
+
+
+def test_nothing_is_pinned_without_a_suite_that_passed(canary: Canary, store: str) -> None:
+    """1, and what to do or which engine was meant."""
+    status, _, err = canary("pin")
+    assert (status, "kvgate canary run" in err) == (1, True)
+    report(store, FAILED)
+    status, _, err = canary("pin")
+    assert (status, "2 of 12 failed" in err) == (1, True)
+    status, _, err = canary("pin", "daed")
+    assert (status, "did you mean dead" in err) == (1, True)
+    assert canary.json("status")["pins"] == []
+
+
+def test_the_latest_run_counts(canary: Canary, store: str) -> None:
+    """An engine whose latest run failed is not pinned by an earlier one."""
+    report(store, PASSED, replace(PASSED, passed=False, cases_failed=1))
+    status, _, err = canary("pin", "f1e2")
+    assert (status, "1 of 12 failed" in err) == (1, True)
+
+
+def test_a_pin_is_told_with_its_evidence_and_taken_away_with_its_reason(canary: Canary, store: str) -> None:
+    report(store, PASSED)
+    status, out, err = canary("pin")
+    assert status == 0
+    assert "pinned: engine f1e2, by version 3 of the suite, which finished 2023-11-14T22:13:20Z" in out
+    assert "prefill saved 75%, time 50% of cold, difference 0.02 nats at a noise of 0.01" in out
+    assert "dedicated" in err
+    answer = canary.json("status")
+    assert [pin["instance"] for pin in answer["pins"]] == ["<one>"]
+    status, _, err = canary("unpin", "f2")
+    assert (status, "is not pinned" in err) == (1, True)
+    status, out, _ = canary("unpin", "--why", "an exercise")
+    assert (status, "unpinned: f1e2" in out) == (0, True)
+    assert canary("unpin")[1] == "nothing was pinned\n"
+    event = canary.json("status")["events"][0]
+    assert (event["what"], event["subject"], event["why"]) == ("unpin", "f1e2", "an exercise")
+
+
+def test_the_allowlist_takes_tenants_that_there_are(canary: Canary) -> None:
+    status, _, err = canary("widen", "beta", "bata")
+    assert (status, "there is no tenant 'bata'; did you mean beta?" in err) == (1, True)
+    assert canary.json("widen", "beta") == {"ok": True, "changed": 1, "widened": ["beta"]}
+    status, out, err = canary("widen", "beta", "acme", "--remove")
+    assert (status, "1 tenant taken off the allowlist; widened to: nobody" in out) == (0, True)
+    assert "by their own setting" in err
+    assert "acme" in err
+
+
+def test_status_shows_all_of_it(canary: Canary, store: str) -> None:
+    """For people too: pins, who is on the list, the latest runs and what changed."""
+    status, out, err = canary("status")
+    assert (status, "no engine is pinned" in out, "kvgate canary run" in err) == (0, True, True)
+    report(store, FAILED, PASSED)
+    canary("pin")
+    canary("widen", "beta")
+    status, out, err = canary("status")
+    assert (status, err) == (0, "")
+    for said in ("f1e2", "2 of 12 failed", "passed", 'acme (reuse = "canary")', "widened:   beta", "widen"):
+        assert said in out
