@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvgate.core.tenant import Tier
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from kvgate.core.ledger import Reservation
     from kvgate.core.minute import Charge
 
-LOOK_PAST = 32
-"""So many tenants at the front of the line are looked at for one whose request fits: what a step costs at most."""
+LOOK_PAST = 1000
+"""So many tenants at the front of a line are looked at for one whose request fits: what a step costs at most."""
 
 
 @dataclass(slots=True)
@@ -43,11 +43,15 @@ Place = tuple[int, int, str]
 """Where a tenant stands: its counter, the number of its first request, its name."""
 
 
+_Sorted = TypeVar("_Sorted", Place, int)
+
+
 @dataclass(frozen=True, slots=True)
 class _Stand:
     place: Place
     spot: bool
     owner: bool
+    cells: int
 
 
 @dataclass(slots=True)
@@ -64,6 +68,7 @@ class FairQueue:
 
     line: dict[bool, list[Place]] = field(default_factory=lambda: {False: [], True: []})
     owners: list[Place] = field(default_factory=list)
+    cells: dict[bool, list[int]] = field(default_factory=lambda: {False: [], True: []})
     counters: dict[str, int] = field(default_factory=dict)
     _waiting: dict[str, Waiting] = field(default_factory=dict)
     _of: dict[str, dict[str, Waiting]] = field(default_factory=dict)
@@ -119,29 +124,38 @@ class FairQueue:
                 del self._of[waiting.tenant]
         return waiting
 
-    def stand(self, tenant: str, first: Waiting | None, *, owner: bool) -> None:
-        """The tenant stands in line with this request, or, with None, not at all."""
+    def stand(self, tenant: str, first: Waiting | None, *, owner: bool, cells: int) -> None:
+        """The tenant stands in line with this request, which needs so many cells, or, with None, not at all."""
         before = self._stands.pop(tenant, None)
         if before is not None:
             _drop(self.line[before.spot], before.place)
+            _drop(self.cells[before.spot], before.cells)
             if before.owner:
                 _drop(self.owners, before.place)
         if first is not None:
-            stand = _Stand((self.counters.get(tenant, 0), first.number, tenant), first.is_spot, owner)
+            stand = _Stand((self.counters.get(tenant, 0), first.number, tenant), first.is_spot, owner, cells)
             self._stands[tenant] = stand
             bisect.insort(self.line[stand.spot], stand.place)
+            bisect.insort(self.cells[stand.spot], cells)
             if owner:
                 bisect.insort(self.owners, stand.place)
         if before is not None and (first is None or first.is_spot is not before.spot):
             self._last[before.spot] = tenant
 
-    def front(self, line: list[Place], extra: Waiting | None) -> list[Waiting]:
-        """The requests at the front of a line, with one that would stand in it too."""
-        places = line[:LOOK_PAST]
-        if extra is not None:
-            bisect.insort(places, (self.lifted(extra), self._numbers + 1, extra.tenant))
-        found = [self.first_of(tenant) if number <= self._numbers else extra for _, number, tenant in places]
-        return [waiting for waiting in found if waiting is not None][:LOOK_PAST]
+    def front(self, line: list[Place], extra: Waiting | None = None) -> Iterator[Waiting]:
+        """The requests at the front of a line, in order, with one that would stand in it too."""
+        ahead = None if extra is None else bisect.bisect(line, (self.lifted(extra), self._numbers + 1, extra.tenant))
+        for index in range(min(len(line), LOOK_PAST)):
+            if extra is not None and index == ahead:
+                yield extra
+            if (first := self.first_of(line[index][2])) is not None:
+                yield first
+        if extra is not None and ahead == min(len(line), LOOK_PAST):
+            yield extra
+
+    def least_cells(self, *, spot: bool) -> int | None:
+        """The least that anybody in this line needs of cells; None where nobody is in it."""
+        return self.cells[spot][0] if self.cells[spot] else None
 
     def stands_first(self, waiting: Waiting) -> bool:
         """Whether its tenant stands in line with it."""
@@ -174,7 +188,7 @@ class FairQueue:
         self._touched.add(tenant)
         stand = self._stands.get(tenant)
         if stand is not None:
-            self.stand(tenant, self.first_of(tenant), owner=stand.owner)
+            self.stand(tenant, self.first_of(tenant), owner=stand.owner, cells=stand.cells)
 
     def gap(self) -> int:
         """Between the most and the least service of those in line."""
@@ -213,5 +227,5 @@ class FairQueue:
         return None if last is None else self.counters.get(last, 0)
 
 
-def _drop(line: list[Place], place: Place) -> None:
-    del line[bisect.bisect_left(line, place)]
+def _drop(line: list[_Sorted], entry: _Sorted) -> None:
+    del line[bisect.bisect_left(line, entry)]

@@ -55,20 +55,36 @@ class NextInLine:
             return None, None
         extra = extra if extra is not None and self._would_stand(extra) else None
         own = extra if extra is not None and self.room.in_its_share(extra.reservation) else None
-        if owners := self.queue.front(self.queue.owners, own):  # 2
+        if own is not None or self.queue.owners:  # 2
+            owners = self.queue.front(self.queue.owners, own)
             return _first(one for one in owners if self.room.has_room(one.reservation)), None
         if (first := self.cleared_for()) is not None:  # 3
             return (first if self.room.fits(first.reservation) else None), None
         for spot in (False, True):  # 4, 5
-            front = self.queue.front(self.queue.line[spot], extra if extra and extra.is_spot is spot else None)
-            passed: Waiting | None = None
-            for one in front:
-                if self.room.fits(one.reservation):
-                    return one, passed
-                if passed is None and not spot and self.room.will_fit(one.reservation):
-                    passed = one
-            if front:
+            here = extra if extra is not None and extra.is_spot is spot else None
+            if self._may_fit(here, spot=spot):
+                found, passed = self._first_that_fits(here, spot=spot)
+                if found is not None:
+                    return found, passed
+            if here is not None or self.queue.line[spot]:
                 break
+        return None, None
+
+    def _may_fit(self, here: Waiting | None, *, spot: bool) -> bool:
+        """Whether it is worth looking along a line: what is needed least of cells is free, or the one here fits."""
+        least = self.queue.least_cells(spot=spot)
+        return (least is not None and least <= self.room.free_cells) or (
+            here is not None and self.room.fits(here.reservation)
+        )
+
+    def _first_that_fits(self, here: Waiting | None, *, spot: bool) -> tuple[Waiting | None, Waiting | None]:
+        """It, and whoever was to go before it and is worth draining for."""
+        passed: Waiting | None = None
+        for one in self.queue.front(self.queue.line[spot], here):
+            if self.room.fits(one.reservation):
+                return one, passed
+            if passed is None and not spot and self.room.will_fit(one.reservation):
+                passed = one
         return None, None
 
     def _would_stand(self, extra: Waiting) -> bool:
@@ -107,9 +123,12 @@ class NextInLine:
         if self._kept_out_since_s is not None:
             self.clearing_idle_s += now_s - self._kept_out_since_s
         self._kept_out_since_s = None
-        line = [] if self.closed else self.queue.front(self.queue.line[False], None)
-        first = self.cleared_for() or (line[0] if line and not self.room.rule.bypass_max else None)
-        if first is not None and any(self.room.fits(one.reservation) for one in line if one is not first):
+        first = self.cleared_for()
+        if self.closed or (first is None and self.room.rule.bypass_max) or not self._may_fit(None, spot=False):
+            return
+        line = self.queue.front(self.queue.line[False])
+        first = first or next(line)
+        if any(self.room.fits(one.reservation) for one in line if one is not first):
             self._kept_out_since_s = now_s
 
     def stand(self, tenant: str) -> None:
@@ -118,7 +137,12 @@ class NextInLine:
         if first is not None and not self.room.inside_quota(first.reservation):
             first = None
             self.voids.add(Void.QUOTA)
-        self.queue.stand(tenant, first, owner=first is not None and self.room.in_its_share(first.reservation))
+        self.queue.stand(
+            tenant,
+            first,
+            owner=first is not None and self.room.in_its_share(first.reservation),
+            cells=0 if first is None else self.room.pool.cells(first.reservation.size),
+        )
 
     def stand_all(self) -> None:
         """The same for everybody of whom a request waits."""

@@ -93,6 +93,11 @@ class Room:
         self.prefill_tokens += sign * held.prefill_tokens
         self.account(held.waited.tenant).add(held, sign)
 
+    @property
+    def free_cells(self) -> int:
+        """Cells that nobody holds, whoever they are held back for."""
+        return self.pool.grantable_tokens - self.cells
+
     def can_ever_fit(self, reservation: Reservation) -> bool:
         """Whether the pool could hold it if it held nothing else."""
         size, pool = reservation.size, self.pool
@@ -107,7 +112,7 @@ class Room:
         prefill = self.prefill_tokens
         return (
             self.sequences + size.sequences <= self.pool.slots
-            and self.cells + self.pool.cells(size) <= self.pool.grantable_tokens
+            and self.pool.cells(size) <= self.free_cells
             and (most is None or prefill == 0 or prefill + sum(size.distinct) <= most)
         )
 
@@ -118,7 +123,7 @@ class Room:
         size, back = reservation.size, self._held_back(reservation.tenant)
         beside = (
             self.sequences + size.sequences + back.slots <= self.pool.slots
-            and self.cells + self.pool.cells(size) + back.tokens <= self.pool.grantable_tokens
+            and self.pool.cells(size) + back.tokens <= self.free_cells
         )
         is_short = size.output_tokens * (1 + size.queued) <= self.rule.lent_output_tokens_max
         return beside or (is_short and reservation.share.tier is not Tier.SPOT)

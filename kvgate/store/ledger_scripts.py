@@ -39,7 +39,7 @@ STEPS = (
     "leave",
     "view",
 )
-_COMMON = ("common", "fair", "holding")
+_COMMON = ("common", "fair", "line", "holding")
 
 
 def source(name: str) -> str:

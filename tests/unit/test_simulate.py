@@ -120,6 +120,14 @@ def test_a_guarantee_holds_against_a_flood_of_long_prompts() -> None:
     assert vtc.ruling.bypasses > 0
 
 
+def test_one_that_fits_is_found_behind_forty_that_do_not() -> None:
+    """Work conservation however many stand before it; what idles is drained for, and the ledger counts it."""
+    (vtc,) = compare(SCENARIOS["blocked"](1).lasting(200), ["vtc"])
+    assert vtc.idle_for_nothing_s == 0
+    assert vtc.ruling.bypasses > 0
+    assert vtc.slots_busy > 0.7
+
+
 def test_who_was_away_has_saved_up_nothing() -> None:
     """Two send without a pause, one of them from half-time on: from then on each gets half."""
     kind = SCENARIOS["overload"](1).senders[-1]

@@ -1,5 +1,5 @@
--- What every step begins with: the keys, the state, records and the minute. fair.lua and holding.lua follow, then a
--- step's own file.
+-- What every step begins with: the keys, the state, records and the minute. fair.lua, line.lua and holding.lua follow,
+-- then a step's own file.
 -- KEYS 1 the engine's prefix, with a hash tag: every key begins with it.
 -- ARGV 1 the step's arguments, JSON. Times are milliseconds of the server's clock.
 -- A step gives JSON: what it found, with "now", "retry" (ms until a slot is likely free), "tally" (sequences held now and
@@ -15,7 +15,7 @@ local DROPPED_MAX = 500 -- of a lost gate's tickets in one step
 local STREAM_MAX = 1000
 local MILLI = 1000
 local PPM, NEARLY_PPM = 1000000, 10000
-local LOOK_PAST = 32
+local LOOK_PAST, LOOK_FIRST, LOOK_NEXT = 1000, 16, 128
 local VOIDS = {'bypass', 'tiers', 'quota', 'cache_discount'}
 
 local base, ask = KEYS[1], cjson.decode(ARGV[1])
@@ -27,6 +27,8 @@ local key = {
   queue = base .. ':queue', --       zset by name: tenant NUL ticket's number NUL id
   heads = base .. ':heads', --       zset: first tickets that are inside their tenant's Quota, by its counter
   spot = base .. ':spot', --         zset: the same of spot tenants
+  heads_cells = base .. ':heads_cells', -- zset: those of heads by the cells that they need
+  spot_cells = base .. ':spot_cells', --   zset: the same of spot
   owners = base .. ':owners', --     zset: those of heads that are inside what is guaranteed to their tenant
   away = base .. ':away', --         zset: tenants that neither hold nor wait, by counter
   tenants = base .. ':tenants', --   hash: tenant -> its sums, its counter, and its minute

@@ -1,5 +1,4 @@
--- Who is next: what fits (core/pool.py), what is guaranteed (core/guarantee.py), counters and lines
--- (core/fair_queue.py), and whom the front of the line lets by (core/ledger.py).
+-- What fits (core/pool.py, core/room.py), what is guaranteed (core/guarantee.py), and counters (core/fair_queue.py).
 
 local function cells(size)
   local copies = pool.prompt_shared and 1 or math.floor(size.sequences / size.prompts)
@@ -27,9 +26,9 @@ end
 
 -- Guarantees. The sums of what owners do not use are kept, so that nobody has to look at every owner.
 
-local parts = {}
+local parts, parts_slots, parts_tokens = {}, 0, 0
 local function size_parts()
-  parts = {}
+  parts, parts_slots, parts_tokens = {}, 0, 0
   if not text('shares') then return end
   local grantable = pool.tokens - pool.headroom
   for name, ppm in pairs(cjson.decode(state.shares)) do
@@ -37,13 +36,15 @@ local function size_parts()
     local most = math.floor(ppm * grantable / PPM)
     if pool.slots * pool.tokens_per_slot <= grantable then most = math.max(most, slots * pool.tokens_per_slot) end
     parts[name] = {slots = slots, tokens = most}
+    parts_slots, parts_tokens = parts_slots + slots, parts_tokens + most
   end
 end
 if pool then size_parts() end
 
 local function unused(name)
-  local part, mine = parts[name], tenant(name)
+  local part = parts[name]
   if not part then return 0, 0 end
+  local mine = tenant(name)
   return math.max(part.slots - (mine.running or 0) - (mine.draining or 0), 0),
     math.max(part.tokens - (mine.cells or 0), 0)
 end
@@ -75,29 +76,60 @@ local function in_its_share(one)
     and (mine.cells or 0) + cells(one.size) <= part.tokens
 end
 
-local function will_fit(one)
-  local slots, most = one.size.sequences, cells(one.size)
-  for name, part in pairs(parts) do
-    if name ~= one.tenant then slots, most = slots + part.slots, most + part.tokens end
-  end
-  return slots <= pool.slots and most <= pool.tokens - pool.headroom
+-- What a request needs: sequences, cells, prompt tokens, and the output that it may be lent something for. A place in
+-- line has it written in, so that whoever looks along the line reads no ticket.
+local function needs_of(size)
+  return size.sequences, cells(size), size.prompt_sum, size.output * (1 + size.queued)
 end
 
-local function has_room(size)
+local function place_of(id, one)
+  return string.format('%016d%06d%012d%012d%012d', one.number or 0, needs_of(one.size)) .. one.tenant .. '\0' .. id
+end
+
+local function id_in(place) return place:sub(place:find('\0', 59, true) + 1) end
+local function tenant_in(place) return place:sub(59, place:find('\0', 59, true) - 1) end
+local function cells_in(place) return tonumber(place:sub(23, 34)) end
+local function needs_in(place)
+  return tonumber(place:sub(17, 22)), tonumber(place:sub(35, 46)), tonumber(place:sub(47, 58))
+end
+
+local function will_fit(name, slots, most)
+  local part = parts[name]
+  return slots + parts_slots - (part and part.slots or 0) <= pool.slots
+    and most + parts_tokens - (part and part.tokens or 0) <= pool.tokens - pool.headroom
+end
+
+-- Slots, cells and prompt tokens that are free, whoever they are held back for.
+local function room_left()
   local prefill = num('prefill')
-  return num('sequences') + size.sequences <= pool.slots
-    and num('cells') + cells(size) <= pool.tokens - pool.headroom
-    and (not rule.prefill_max or prefill == 0 or prefill + size.prompt_sum <= rule.prefill_max)
+  return pool.slots - num('sequences'),
+    pool.tokens - pool.headroom - num('cells'),
+    (not rule.prefill_max or prefill == 0) and math.huge or rule.prefill_max - prefill
+end
+
+local function has_room(slots, most, prompt)
+  local free_slots, free_cells, free_prompt = room_left()
+  return slots <= free_slots and most <= free_cells and prompt <= free_prompt
+end
+
+-- Whether what has room leaves what is held back for others, or may have that lent.
+local function may_have(name, spot, slots, most, lent)
+  if not next(parts) or (not spot and lent <= rule.lent_max) then return true end
+  local own_slots, own_most = unused(name)
+  local free_slots, free_cells = room_left()
+  return slots + num('back_slots') - own_slots <= free_slots and most + num('back_tokens') - own_most <= free_cells
 end
 
 local function fits(one)
-  local size = one.size
-  if not has_room(size) then return false end
-  if not next(parts) then return true end
-  if not one.spot and size.output * (1 + size.queued) <= rule.lent_max then return true end
-  local slots, most = unused(one.tenant)
-  return num('sequences') + size.sequences + num('back_slots') - slots <= pool.slots
-    and num('cells') + cells(size) + num('back_tokens') - most <= pool.tokens - pool.headroom
+  local slots, most, prompt, lent = needs_of(one.size)
+  return has_room(slots, most, prompt) and may_have(one.tenant, one.spot, slots, most, lent)
+end
+
+-- Where a whole line was looked along in vain, that stays so until there is more room, or one comes who fits.
+local function in_vain(spot) return spot and 'vain_spot' or 'vain' end
+local function room_grew()
+  clear('vain')
+  clear('vain_spot')
 end
 
 -- Counters
@@ -113,6 +145,7 @@ local function counter(name)
 end
 
 local function line_of(spot) return spot and key.spot or key.heads end
+local function by_cells(spot) return spot and key.spot_cells or key.heads_cells end
 local function whole(number) return string.format('%.0f', number) end
 
 local function set_counter(name, value)
@@ -162,135 +195,4 @@ end
 
 local function charge_reserved(lease)
   charge_service(lease, lease.size.prompt_sum, 0, lease.size.sequences * lease.size.output)
-end
-
--- Lines: a tenant stands in one with its first ticket, while that is inside its Quota
-
-local function place_in_queue(one, id)
-  return one.tenant .. '\0' .. string.format('%016d', one.number) .. '\0' .. id
-end
-
-local function head_of(name)
-  local first = redis.call('ZRANGEBYLEX', key.queue, '[' .. name .. '\0', '(' .. name .. '\1', 'LIMIT', 0, 1)[1]
-  return first and first:sub(#name + 19)
-end
-
-local function stand(name)
-  local mine = tenant(name)
-  local id = mine.waiting and head_of(name)
-  local ticket = id and record(key.tickets, id)
-  tenant_set(name, 'since', ticket and ticket.asked or nil)
-  if ticket and not inside_quota(ticket) then
-    ticket = nil
-    void('quota')
-  end
-  local before, spot_before = mine.place, mine.spot
-  if before then
-    redis.call('ZREM', line_of(spot_before), before)
-    if mine.owner then redis.call('ZREM', key.owners, before) end
-  end
-  local owner = ticket and in_its_share(ticket) or nil
-  local place = ticket and string.format('%016d', ticket.number) .. name .. '\0' .. id or nil
-  local spot = ticket and ticket.spot or nil
-  if place then
-    redis.call('ZADD', line_of(spot), whole(counter(name)), place)
-    if owner then redis.call('ZADD', key.owners, whole(counter(name)), place) end
-  end
-  tenant_set(name, 'place', place)
-  tenant_set(name, 'spot', spot)
-  tenant_set(name, 'owner', owner)
-  if before and not (place and spot == spot_before) then leaves_line(name, spot_before) end
-end
-
--- The front of a line: ids of tickets; `extra`, which would stand there too, is itself.
-local function front(line, extra)
-  local flat, found = redis.call('ZRANGE', line, 0, LOOK_PAST - 1, 'WITHSCORES'), {}
-  local own = extra and lifted(extra)
-  for i = 1, #flat, 2 do
-    if extra and tonumber(flat[i + 1]) > own then
-      found[#found + 1] = extra
-      extra = nil
-    end
-    found[#found + 1] = flat[i]:sub(flat[i]:find('\0', 1, true) + 1)
-  end
-  if extra then found[#found + 1] = extra end
-  found[LOOK_PAST + 1] = nil
-  return found
-end
-
-local function ticket_of(one) return type(one) == 'table' and one or record(key.tickets, one) end
-
--- Whom nobody may go before any more; nobody where it has left, or could go in only on what is lent.
-local function cleared_for()
-  local id = text('clearing')
-  if not id then return end
-  local ticket = record(key.tickets, id)
-  local place = ticket and string.format('%016d', ticket.number) .. ticket.tenant .. '\0' .. id
-  if ticket and tenant(ticket.tenant).place == place and will_fit(ticket) then return id, ticket end
-  clear('clearing')
-end
-
--- Gives who goes in next and its ticket, and who was to go before it but does not fit, and its ticket.
-local closed = false
-local function next_in_line(extra)
-  if closed or num('sequences') >= pool.slots then return end
-  if extra and (tenant(extra.tenant).waiting or not inside_quota(extra)) then extra = nil end
-  if next(parts) then
-    local owners = front(key.owners, extra and in_its_share(extra) and extra or nil)
-    for _, one in ipairs(owners) do
-      local ticket = ticket_of(one)
-      if has_room(ticket.size) then return one, ticket end
-    end
-    if #owners > 0 then return end
-  end
-  local first, its = cleared_for()
-  if first then
-    if fits(its) then return first, its end
-    return
-  end
-  for _, spot in ipairs({false, true}) do
-    local line = front(line_of(spot), extra and (extra.spot or false) == spot and extra or nil)
-    local passed, blocked
-    for _, one in ipairs(line) do
-      local ticket = ticket_of(one)
-      if fits(ticket) then return one, ticket, passed, blocked end
-      if not passed and not spot and will_fit(ticket) then passed, blocked = one, ticket end
-    end
-    if #line > 0 then return end
-  end
-end
-
-local function may_pass(blocked) return not blocked or (blocked.passed or 0) < rule.bypass_max end
-
-local function let_by(passed, blocked)
-  if not blocked then return end
-  blocked.passed = (blocked.passed or 0) + 1
-  keep(key.tickets, passed, blocked)
-  add('bypasses', 1)
-  void('bypass')
-end
-
-local function begin_clearing(passed, blocked)
-  if blocked and rule.bypass_max > 0 and not may_pass(blocked) then
-    set('clearing', passed)
-    add('clearings', 1)
-  end
-end
-
--- Counts the time in which somebody who would fit is kept out for the sake of the first in line.
-local function note_clearing()
-  if text('kept_out') then
-    add('clearing_idle', now - num('kept_out'))
-    clear('kept_out')
-  end
-  local first = cleared_for()
-  if closed or not (first or rule.bypass_max == 0) then return end
-  local line = front(key.heads)
-  first = first or line[1]
-  for _, one in ipairs(line) do
-    if one ~= first and fits(ticket_of(one)) then
-      set('kept_out', now)
-      return
-    end
-  end
 end

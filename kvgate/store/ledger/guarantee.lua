@@ -4,6 +4,7 @@ sweep()
 set('shares', cjson.encode(ask.shares))
 size_parts()
 sum_parts()
+room_grew()
 local _, names = all_waiting()
 for _, name in ipairs(names) do stand(name) end
 promote()

@@ -43,6 +43,7 @@ local function give_back(id, lease)
   add('cells', -lease.cells)
   add('prefill', -(lease.prefill or 0))
   hold(lease.tenant, lease.since and 'draining' or 'running', lease, -1)
+  room_grew()
   stand(lease.tenant)
 end
 
@@ -74,6 +75,7 @@ local function tell(lease, told)
   if told.handed_age then lease.handed = math.max(now - told.handed_age, lease.handed or 0) end
   if told.answered_age then
     lease.answered = math.min(now - told.answered_age, lease.answered or now)
+    if (lease.prefill or 0) > 0 then room_grew() end
     add('prefill', -(lease.prefill or 0))
     lease.prefill = nil
   end
@@ -166,6 +168,7 @@ local function resize(new)
   end
   size_parts()
   sum_parts()
+  room_grew()
   for _, name in ipairs(names) do stand(name) end
   promote()
 end

@@ -35,6 +35,7 @@ set('drain_max', ask.drain_max)
 if ask.rule then
   rule = ask.rule
   set('rule', cjson.encode(rule))
+  room_grew()
 end
 sweep()
 
