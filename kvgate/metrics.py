@@ -216,7 +216,7 @@ class Metrics:
 
     def watch_fairness(self, fair: Callable[[], FairView | None], pool: Callable[[], KvPool | None]) -> None:
         """Read these at each scrape."""
-        figures = _Fairness(fair, pool, lambda: self.rule)
+        figures = _Fairness(fair, pool)
         self._states.append(figures)
         self.registry.register(figures)
 
@@ -368,13 +368,8 @@ class _Life:
 class _Fairness:
     """The figures of `core.fair_figures`."""
 
-    def __init__(
-        self,
-        fair: Callable[[], FairView | None],
-        pool: Callable[[], KvPool | None],
-        rule: Callable[[], FairRule],
-    ) -> None:
-        self._fair, self._pool, self._rule = fair, pool, rule
+    def __init__(self, fair: Callable[[], FairView | None], pool: Callable[[], KvPool | None]) -> None:
+        self._fair, self._pool = fair, pool
 
     def describe(self) -> Iterator[Metric]:
         """Nothing is collected while registering."""
@@ -385,7 +380,7 @@ class _Fairness:
         view, pool = self._fair(), self._pool()
         if view is None or pool is None:
             return
-        for figure in fair_figures(view, self._rule(), pool):
+        for figure in fair_figures(view, pool):
             gauge = GaugeMetricFamily(figure.name, figure.meaning, labels=(figure.label,) if figure.label else ())
             for word, value in figure.values:
                 gauge.add_metric((word,) if figure.label else (), value)

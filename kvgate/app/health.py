@@ -80,6 +80,16 @@ class Health:
             warnings.append(self.settings_problem)
         warnings += self.engine.erred_proofs()
         warnings += self.reuse.warnings()
+        warnings += self._ledger_warnings()
+        if (times := self.metrics.overflows) > 0:
+            warnings.append(
+                f"the engine ran out of KV {times} times although the ledger had room: somebody asks it around this "
+                "gate, or its slots share a cache that was taken for divided"
+            )
+        return warnings
+
+    def _ledger_warnings(self) -> list[str]:
+        warnings = []
         if (outage := self.ledger.outage_pool) is not None:
             warnings.append(
                 f"the store is out: this gate goes by what it held, {outage.slots} slots and {outage.tokens} tokens"
@@ -89,10 +99,10 @@ class Health:
                 f"another gate guards this engine by other settings, and its figures are in force: {other.tokens} "
                 f"tokens, {other.slots} slots, margin {other.margin_tokens}, headroom {other.headroom_tokens}"
             )
-        if (times := self.metrics.overflows) > 0:
+        if others := other_rules(self.ledger.rule, self.metrics.rule):
             warnings.append(
-                f"the engine ran out of KV {times} times although the ledger had room: somebody asks it around this "
-                "gate, or its slots share a cache that was taken for divided"
+                "another gate on this store has other settings of fairness, and since it joined last its own are in "
+                f"force: {', '.join(others)}; give all gates the same"
             )
         return warnings
 
@@ -106,7 +116,7 @@ class Health:
             "counting": self.engine.proofs(),
             "reuse": self.reuse.told(),
             "ledger": self.ledger.view(),
-            "fairness": None if fair is None else told_fairness(fair, self.metrics.rule, self.ledger.view()),
+            "fairness": None if fair is None else told_fairness(fair, self.ledger.view()),
             "pid": os.getpid(),
             "in_flight": self.front.in_flight,
             "upstream_connections": self.engine.upstream.open_connections,
@@ -116,9 +126,26 @@ class Health:
         }
 
 
-def told_fairness(fair: FairView, rule: FairRule, ledger: LedgerView | None) -> dict[str, Any]:
+def other_rules(in_force: FairRule, own: FairRule) -> list[str]:
+    """What the ledger goes by and this gate has another figure for, each with both, as the settings name them."""
+
+    def told(rule: FairRule) -> dict[str, str]:
+        return {
+            "fairness.input_price": f"{rule.input_price_milli / MILLI:g}",
+            "fairness.cached_input_price": f"{rule.cached_input_price_milli / MILLI:g}",
+            "fairness.output_price": f"{rule.output_price_milli / MILLI:g}",
+            "fairness.bypass_max": f"{rule.bypass_max}",
+            "fairness.lent_output_tokens_max": f"{rule.lent_output_tokens_max}",
+            "engine.prefill_tokens_max": f"{'unset' if rule.prefill_tokens_max is None else rule.prefill_tokens_max}",
+        }
+
+    here = told(own)
+    return [f"{name} = {value} (here {here[name]})" for name, value in told(in_force).items() if value != here[name]]
+
+
+def told_fairness(fair: FairView, ledger: LedgerView | None) -> dict[str, Any]:
     """How fair it is, as JSON values; service in tokens at their prices."""
-    bound = None if ledger is None else rule.gap_bound_milli(ledger.pool, fair.least_weight_milli) / MILLI
+    bound = None if ledger is None else fair.rule.gap_bound_milli(ledger.pool, fair.least_weight_milli) / MILLI
     return {
         "tenants": {
             one.name: {

@@ -10,7 +10,7 @@ from kvgate.core.fairness import MILLI, Void
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvgate.core.fairness import FairRule, FairView
+    from kvgate.core.fairness import FairView
     from kvgate.core.pool import KvPool
 
 
@@ -24,7 +24,7 @@ class Figure:
     values: tuple[tuple[str, float], ...]
 
 
-def fair_figures(view: FairView, rule: FairRule, pool: KvPool) -> Iterator[Figure]:
+def fair_figures(view: FairView, pool: KvPool) -> Iterator[Figure]:
     """All of them; each tells of the whole ledger, and is the same on every gate that shares it."""
     here = view.tenants
 
@@ -81,7 +81,7 @@ def fair_figures(view: FairView, rule: FairRule, pool: KvPool) -> Iterator[Figur
         "kvgate_service_gap_bound",
         "What the service of two tenants that both wait all the time can differ by at most, divided by the least "
         "weight here; kvgate_fairness_void says what it does not cover.",
-        rule.gap_bound_milli(pool, view.least_weight_milli) / MILLI,
+        view.rule.gap_bound_milli(pool, view.least_weight_milli) / MILLI,
     )
     yield Figure(
         "kvgate_fairness_void",

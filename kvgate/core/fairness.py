@@ -109,6 +109,7 @@ class FairView:
         prefill_tokens: prompts granted whose first output has not come.
         voids: what the bound does not cover and has happened.
         now_s: that moment, on the ledger's clock.
+        rule: what the ledger goes by.
     """
 
     tenants: tuple[TenantService, ...]
@@ -120,6 +121,7 @@ class FairView:
     prefill_tokens: int
     voids: frozenset[Void]
     now_s: float
+    rule: FairRule
 
     @property
     def oldest_wait_s(self) -> float:

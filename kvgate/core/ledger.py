@@ -381,6 +381,7 @@ class Ledger:
             prefill_tokens=self._room.prefill_tokens,
             voids=frozenset(self._line.voids),
             now_s=now_s,
+            rule=self.rule,
         )
 
     # -- parts

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from redis.exceptions import NoScriptError
 
 from kvgate.core.drain import LeaseFacts
-from kvgate.core.fairness import FairView, TenantService, Void
+from kvgate.core.fairness import FairRule, FairView, TenantService, Void
 from kvgate.core.ledger import Freed, LedgerView, asked_tokens
 from kvgate.core.pool import KvPool
 from kvgate.core.tenant import Tier
@@ -19,7 +19,6 @@ from kvgate.store.errors import StoreUnavailable
 
 if TYPE_CHECKING:
     from kvgate.core.ask import Size, Usage
-    from kvgate.core.fairness import FairRule
     from kvgate.core.ledger import Reservation
     from kvgate.core.tenant import Quota
     from kvgate.store.client import StoreClient
@@ -143,6 +142,18 @@ def rule_json(rule: FairRule) -> dict[str, int]:
     return found if rule.prefill_tokens_max is None else {**found, "prefill_max": rule.prefill_tokens_max}
 
 
+def rule_of(found: dict[str, int]) -> FairRule:
+    """The rule of fairness that a script gave."""
+    return FairRule(
+        input_price_milli=found["input"],
+        cached_input_price_milli=found["cached"],
+        output_price_milli=found["output"],
+        bypass_max=found["bypass_max"],
+        prefill_tokens_max=found.get("prefill_max"),
+        lent_output_tokens_max=found["lent_max"],
+    )
+
+
 def _quota_json(quota: Quota) -> dict[str, Any]:
     bounds = {
         "concurrency_max": quota.concurrency_max,
@@ -229,6 +240,7 @@ def fair_view_of(found: dict[str, Any]) -> FairView:
         prefill_tokens=int(fair["prefill"]),
         voids=frozenset(Void(what) for what in fair["voids"].split()),
         now_s=found["now"] / 1000,
+        rule=rule_of(fair["rule"]),
     )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvgate.core.foreign import Tally
 from kvgate.core.reason import Reason
 from kvgate.store.errors import StoreUnavailable
-from kvgate.store.ledger_scripts import facts_of, pool_json, pool_of, rule_json
+from kvgate.store.ledger_scripts import facts_of, pool_json, pool_of, rule_json, rule_of
 
 if TYPE_CHECKING:
     from kvgate.core.drain import LeaseFacts
@@ -44,6 +44,8 @@ class Membership:
         """The pool that this gate would guard."""
         self.other_pool: KvPool | None = None
         """The one that is guarded, where it is another one."""
+        self.rule_in_force = rule
+        """What the ledger goes by, which the gate that joined last has said."""
         self.tally = Tally()
         """What all gates hold, as the latest renewal told."""
         self.joined = False
@@ -196,6 +198,7 @@ class Membership:
 
     def _compare(self, found: dict[str, Any]) -> None:
         """See whether another gate guards this engine by other figures."""
+        self.rule_in_force = rule_of(found["rule"])
         pool = pool_of(found["pool"])
         other = pool if pool != self.pool else None
         if other is not None and other != self.other_pool:

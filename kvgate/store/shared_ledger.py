@@ -113,6 +113,11 @@ class SharedLedger:
         """The pool that is guarded, where it is not the one that this gate would guard."""
         return self._member.other_pool
 
+    @property
+    def rule(self) -> FairRule:
+        """What the ledger goes by: that of the gate that joined last."""
+        return self._member.rule_in_force
+
     async def run(self) -> None:
         """Keep what this gate holds alive, hear of grants, and come back after an outage; until cancelled."""
         beside = [asyncio.create_task(self._grants.listen()), asyncio.create_task(self._tell_answers())]
@@ -198,7 +203,7 @@ class SharedLedger:
         """See `core.ledger.Ledger.answered`."""
         if (hand := self._member.in_hand.get(lease_id)) is not None and hand.answered_s is None:
             hand.answered_s = self._clock()
-            if self._settings.rule.prefill_tokens_max is not None:
+            if self.rule.prefill_tokens_max is not None:
                 self._answered.append(hand)
                 self._first_output.set()
             if self._outage is not None:

@@ -58,7 +58,7 @@ async def _until(gate: RunningGate, within_s: float = 60, **expected: int) -> di
     deadline = time.monotonic() + within_s
     while True:
         found = await _ledger(gate)
-        if all(found[name] == figure for name, figure in expected.items()):
+        if found is not None and all(found[name] == figure for name, figure in expected.items()):
             return found
         assert time.monotonic() < deadline, found
         await asyncio.sleep(0.05)
@@ -79,6 +79,23 @@ async def test_two_gates_share_the_slots_of_one_engine(gates: list[RunningGate])
     for gate in gates:
         gate.wait_until_empty(10)
         assert gate.ready()["ready"]
+
+
+async def test_a_gate_that_goes_by_anothers_prices_says_so(
+    engine: EngineProcess, store: EmbeddedValkey, start_gate: StartGate
+) -> None:
+    """The gate that joined last says the prices for all; another names both, and shows the bound in force."""
+    config = f'tenants_owner = "e2e"\n[store]\nurl = "{store.url}"\n[fairness]\noutput_price = '
+    flags = ["--engine-log", str(engine.log_path)]
+    first = start_gate(engine.url, config=config + "2.0", flags=flags)
+    await _until(first, running=0)  # it has joined
+    last = start_gate(engine.url, config=config + "3.0", flags=flags)
+    deadline = time.monotonic() + 60
+    while not any("fairness.output_price = 3 (here 2)" in said for said in first.ready()["warnings"]):
+        assert time.monotonic() < deadline, first.ready()
+        await asyncio.sleep(0.1)
+    assert not any("fairness" in said for said in last.ready()["warnings"])
+    assert {gate.metric("kvgate_service_gap_bound") for gate in (first, last)} == {2 * 3 * 2048}
 
 
 async def test_a_killed_gates_kv_comes_back_after_the_lease_and_not_before_the_engine_is_idle(

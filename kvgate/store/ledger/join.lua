@@ -1,4 +1,4 @@
--- A gate comes, or comes back. Gives "pool": the one that is guarded.
+-- A gate comes, or comes back. Gives "pool", the one that is guarded, and "rule", which is in force.
 -- ask: gate, pool, ttl, drain_max, server (the run of this server), knew (whether the gate knew a ledger here before),
 -- rule (prices and bounds of fairness)
 if taking_over then
@@ -44,4 +44,4 @@ local same = true
 for name, value in pairs(ask.pool) do same = same and pool[name] == value end
 local others = redis.call('ZCARD', key.gates) - (redis.call('ZSCORE', key.gates, ask.gate) and 1 or 0)
 if not same and others == 0 then resize(ask.pool) end
-return answer({pool = pool})
+return answer({pool = pool, rule = rule})

@@ -1,6 +1,6 @@
 -- A gate is there, and has these leases in hand.
 -- ask: gate, sent (the gate's lower bound of the server's time), held [{id, handed_age, answered_age, output}, ...]
--- Gives "unknown": ids to register; "lost": ids that drain already; "pool"; and while anything drains "leases": the facts of all that are held.
+-- Gives "unknown": ids to register; "lost": ids that drain already; "pool" and "rule"; and while anything drains "leases": the facts of all that are held.
 local unknown, lost = {}, {}
 for _, told in ipairs(ask.held) do
   local lease = record(key.leases, told.id)
@@ -22,7 +22,7 @@ if #unknown == 0 then
 end
 sweep()
 
-local found = {pool = pool, unknown = #unknown > 0 and unknown or nil, lost = #lost > 0 and lost or nil}
+local found = {pool = pool, rule = rule, unknown = #unknown > 0 and unknown or nil, lost = #lost > 0 and lost or nil}
 if redis.call('ZCARD', key.draining) > 0 then
   local leases, flat = {}, redis.call('HGETALL', key.leases)
   for i = 1, #flat, 2 do

@@ -43,5 +43,6 @@ return answer({
     drain_idle = num('clearing_idle'),
     prefill = num('prefill'),
     voids = table.concat(voids, ' '),
+    rule = rule,
   },
 })
