@@ -95,7 +95,8 @@ async def test_two_that_always_wait_get_service_in_the_ratio_of_their_weights(
     both = [look for look in looks if all(name in look["tenants"] for name in ("one", "two"))]
     assert len(both) > 3
     for look in both:
-        assert look["gap"] <= look["gap_max"] <= look["gap_bound"] == 2 * 2 * SLOTS * N_CTX_SLOT
+        assert look["gap_bound"] == 2 * 2 * SLOTS * N_CTX_SLOT
+        assert look["gap"] <= look["gap_max"] <= look["gap_bound"] / 2  # gap_max is of every step, not of looks
         assert look["void"] == []
     assert max(look["tenants"]["one"]["weight_share"] for look in both) == pytest.approx(1 / 3, abs=1e-3)
     gate.wait_until_empty(WITHIN_S)
