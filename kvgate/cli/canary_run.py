@@ -130,13 +130,18 @@ async def _run(options: argparse.Namespace) -> tuple[SuiteResult, list[str], boo
         with ProgressBar("suite") as bar:
             if notes.cases:
                 bar.say(f"going on with an interrupted run, finished: {', '.join(notes.cases)} (--fresh begins anew)")
-            result = await run_suite(
-                EngineAccess(way.engine, profile, way.ledger, way.waiting, time.monotonic),
-                settings,
-                notes=notes,
-                keep=(lambda _: None) if options.case else file.keep,
-                on_progress=lambda progress: _show(bar, progress, settings),
-            )
+            try:
+                result = await run_suite(
+                    EngineAccess(way.engine, profile, way.ledger, way.waiting, time.monotonic),
+                    settings,
+                    notes=notes,
+                    keep=(lambda _: None) if options.case else file.keep,
+                    on_progress=lambda progress: _show(bar, progress, settings),
+                )
+            except asyncio.CancelledError:
+                if file.keeps and notes.cases and not options.case:
+                    bar.say(f"interrupted; {_kept(options.state)}")
+                raise
         if way.admin is not None:
             result = await asyncio.to_thread(_as_gate_sees_it, result, way.admin, must=options.admin is not None)
         told = []
@@ -145,7 +150,7 @@ async def _run(options: argparse.Namespace) -> tuple[SuiteResult, list[str], boo
         elif not result.why:
             file.forget()
         elif file.keeps and notes.cases:
-            told.append(f"what is finished is in {options.state}; the next run goes on from there")
+            told.append(_kept(options.state))
         if way.report is None:
             told.append("not on record, since no gate's store was named: give --config or --store to pin by it")
         elif options.case:
@@ -156,6 +161,10 @@ async def _run(options: argparse.Namespace) -> tuple[SuiteResult, list[str], boo
             await way.report(result)
             return result, told, True
         return result, told, False
+
+
+def _kept(state: Path) -> str:
+    return f"what is finished is in {state}; the next run goes on from there"
 
 
 def _show(bar: ProgressBar, progress: Progress, settings: SuiteSettings) -> None:
