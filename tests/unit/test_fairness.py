@@ -308,6 +308,7 @@ def test_a_share_is_slots_rounded_down_and_cells() -> None:
     assert guaranteed_part(500_000, DIVIDED) == Part(1, 100)
     assert guaranteed_part(333_333, KvPool(300, 3, 100)) == Part(1, 100)
     assert guaranteed_part(330_000, KvPool(300, 3, 100)) == Part(1, 100)
+    assert guaranteed_part(330_000, KvPool(300, 3, 100)) == Part(1, 100)
     assert guaranteed_part(300_000, DIVIDED) == Part(0, 60)
     assert guaranteed_part(500_000, UNIFIED) == Part(2, 50)
 
