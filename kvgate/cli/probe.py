@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvgate.cli.answers import refuse
-from kvgate.cli.check import tokens
+from kvgate.cli.check import key_of, tokens
 from kvgate.core.probe_verdict import Pace
 from kvgate.core.recall import RecallVerdict
 from kvgate.core.soak import ROUNDS_MIN, RULE, drifts
@@ -100,6 +99,8 @@ def _work(options: argparse.Namespace) -> Coroutine[Any, Any, tuple[dict[str, An
         raise ValueError(f"--{alone[0]} needs the engine itself: give --upstream URL")
     if options.topology and len(alone) > 1:
         raise ValueError(f"--topology and --{alone[1]} are two probes: run one after the other")
+    if options.context_tokens is not None and not options.recall:
+        raise ValueError("--context-tokens is for --recall: the other probes take the context of a slot")
     if options.topology:
         return _topology(options)
     if options.soak:
@@ -211,24 +212,6 @@ async def _probed(asked: Asked, pace: Pace, say: Callable[[str], None], *, by_ga
         {"n_ctx_slot": known.n_ctx_slot, "total_slots": known.slots, **fields_of(found, known)}
         for found in await probe(asked, pace, say, by_gate=by_gate)
     ]
-
-
-def key_of(variable: str | None, file: Path | None) -> str | None:
-    """A key from where keys may be: arguments show in `ps`.
-
-    Raises:
-        ValueError: it is not there.
-    """
-    if variable is not None:
-        if not (key := os.environ.get(variable)):
-            raise ValueError(f"the variable {variable} holds no key")
-        return key
-    if file is None:
-        return None
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
 
 
 def _positive(text: str) -> float:

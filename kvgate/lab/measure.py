@@ -6,8 +6,9 @@ import os
 import platform
 import time
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
+from kvgate.core.measured import REPORT_VERSION
 from kvgate.core.profile import Fact, KvSettings, Source, Topology
 from kvgate.engines.llamacpp import LlamaCpp, LlamaCppSettings
 from kvgate.lab.admission_probe import refuse_busy
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvgate.core.profile import EngineProfile, StartupFacts
-
-REPORT_VERSION: Final = 1
 
 
 async def measure(
@@ -58,7 +57,7 @@ async def measure(
     profile = _known(profile, facts, told)
     n_ctx_slot, slots = profile.n_ctx_slot.value, profile.total_slots.value
     pool_tokens = n_ctx_slot * slots if told is Topology.DIVIDED else (facts.pool_tokens if facts else None)
-    workload = workload_for(n_ctx_slot, context_tokens)
+    workload = replace(workload_for(n_ctx_slot, context_tokens), clients=slots)
     async with Asked(url, key) as asked:
         await refuse_busy(asked)
         bench = Measuring(asked, workload, pid, say)

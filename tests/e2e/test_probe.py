@@ -139,6 +139,7 @@ def test_a_busy_engine_is_left_alone(divided: EngineProcess, more: Sequence[str]
         (["--gate", "http://127.0.0.1:1", "--key-env", "NO_SUCH_VARIABLE"], "holds no key"),
         (["--gate", "http://127.0.0.1:1", "--topology"], "needs the engine itself"),
         (["--upstream", "http://127.0.0.1:1", "--topology", "--recall"], "two probes"),
+        (["--upstream", "http://127.0.0.1:1", "--context-tokens", "512"], "is for --recall"),
         (["--upstream", "http://127.0.0.1:1", "--recall"], "does not answer"),
         (["--upstream", "http://127.0.0.1:1", "--soak", "1"], "does not answer"),
     ],

@@ -142,6 +142,14 @@ def test_check_of_an_engine_that_is_loading(engine: FakeEngine, capsys: pytest.C
     assert "loading its model" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("said", ["0", "none.toml"])
+def test_check_of_an_engine_that_nobody_shares(said: str, engine: FakeEngine, tmp_path: Path, capsys: Any) -> None:
+    """Neither the number nor the file can be meant."""
+    (tmp_path / "none.toml").write_text("")
+    assert check(engine.url, 512, "--tenants", said if said == "0" else str(tmp_path / said)) == 2
+    assert "names nobody" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("url", ["localhost:8080", "ftp://x", "http://x:99999", ""])
 def test_check_of_what_is_no_url(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(url, 512) == 2
