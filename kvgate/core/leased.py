@@ -123,7 +123,8 @@ class LeasedLedger:
         if server != self.server:
             self.server = server
             self._closed_since_s, self._closed_until_s = now_s, now_s + self.lease_ttl_s
-        self.ledger.rule = rule or self.ledger.rule
+        if rule is not None:
+            self.ledger.follow(rule)
         self._sweep(now_s)
         if pool != self.ledger.pool and not set(self._gates) - {gate}:
             self._resize(pool, now_s)

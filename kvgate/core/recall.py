@@ -29,7 +29,7 @@ class RecallVerdict(Enum):
     BLIND = (
         "blind",
         "the model does not even use what stands right before the question: this test tells nothing of it",
-        "take a larger model for this test; small ones cannot recall",
+        "take another model for this test: this one does not copy from its context",
     )
 
     @property

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 CONTROL_PROMPT_TOKENS: Final = 64
 
-BUSY_S: Final = 2.0
+BUSY_S: Final = 1.0
 LOOK_EVERY_S: Final = 0.1
 
 

@@ -9,7 +9,8 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from kvgate.core.measured import REPORT_VERSION
-from kvgate.core.profile import Fact, KvSettings, Source, Topology
+from kvgate.core.profile import KvSettings, Source, Topology
+from kvgate.core.startup_log import StartupLog
 from kvgate.engines.llamacpp import LlamaCpp, LlamaCppSettings
 from kvgate.lab.admission_probe import refuse_busy
 from kvgate.lab.asking import Asked, CannotAsk
@@ -47,14 +48,13 @@ async def measure(
         CannotAsk: it does not answer, is busy, or fails.
         ValueError: the target context is more than a slot has.
     """
-    profile = await _profile_of(url, key)
+    profile = await _profile_of(url, key, facts, topology)
     if facts is not None and (facts.n_slots, facts.n_ctx_slot) != (
         profile.total_slots.value,
         profile.n_ctx_slot.value,
     ):
         raise CannotAsk("the log is of another start: its slots are not the engine's; give the log of this one")
     told = topology or (_topology_of(facts) if facts is not None else None)
-    profile = _known(profile, facts, told)
     n_ctx_slot, slots = profile.n_ctx_slot.value, profile.total_slots.value
     pool_tokens = n_ctx_slot * slots if told is Topology.DIVIDED else (facts.pool_tokens if facts else None)
     workload = replace(workload_for(n_ctx_slot, context_tokens), clients=slots)
@@ -77,24 +77,33 @@ async def measure(
     return report
 
 
-async def _profile_of(url: str, key: str | None) -> EngineProfile:
-    engine = LlamaCpp(url, LlamaCppSettings(KvSettings()), time.monotonic, api_key=key)
+class _LogAsRead:
+    """A log that was read; implements `ports.StartupLogSource`. The operator says whose it is."""
+
+    is_childs = True
+
+    def __init__(self, facts: StartupFacts) -> None:
+        self._log = StartupLog()
+        self._log.facts, self._log.starts = facts, 1
+
+    def read(self) -> StartupLog:
+        """All of it."""
+        return self._log
+
+
+async def _profile_of(
+    url: str, key: str | None, facts: StartupFacts | None, topology: Topology | None
+) -> EngineProfile:
+    """The profile, and so the fingerprint, that a gate with this log and setting would see."""
+    log = None if facts is None else _LogAsRead(facts)
+    settings = LlamaCppSettings(KvSettings(topology))
+    engine = LlamaCpp(url, settings, time.monotonic, startup_log=log, api_key=key)
     try:
         return await engine.discover()
     except Refused as refused:
         raise CannotAsk(f"{refused.refusal.message} ({refused.detail or url})") from None
     finally:
         await engine.close()
-
-
-def _known(profile: EngineProfile, facts: StartupFacts | None, topology: Topology | None) -> EngineProfile:
-    """The profile with what HTTP did not tell, so that its fingerprint covers it."""
-    if topology is not None:
-        profile = replace(profile, topology=Fact(topology, Source.LOG))
-    if facts is None or facts.kv_type_k is None or facts.kv_type_v is None:
-        return profile
-    kinds = Fact(facts.kv_type_k, Source.LOG), Fact(facts.kv_type_v, Source.LOG)
-    return replace(profile, kv_type_k=kinds[0], kv_type_v=kinds[1])
 
 
 def _topology_of(facts: StartupFacts) -> Topology | None:

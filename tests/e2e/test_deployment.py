@@ -230,10 +230,12 @@ def user_can_run(home: Path) -> bool:
     """Whether the tests may become the image's user, and that one reaches this machine's Python."""
     if os.geteuid() != 0:
         return False
+    told = [f"{home}/bin/python", "-c", "import sys; print(sys.version)"]
     try:
-        return subprocess.run([home / "bin/python", "-c", ""], user=USER, check=False).returncode == 0
+        found = subprocess.run(told, user=USER, check=False, capture_output=True, text=True)
     except PermissionError:
         return False
+    return found.returncode == 0 and found.stdout.strip() == sys.version
 
 
 def written(*directories: Path) -> dict[str, float]:

@@ -82,16 +82,31 @@ def test_a_shared_pool_kills_all_at_once(unified: EngineProcess) -> None:
 def test_a_gate_before_the_shared_pool_makes_it_safe(
     unified: EngineProcess, start_gate: StartGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who has to wait waits, and is clamped aloud; where nothing may wait the probe is told so, with the settings."""
-    tenants = {"patient": 'on_overflow = "clamp"', "hasty": "queue_max = 0"}
-    gate = start_gate(unified.url, tenants=tenants, config='[engine]\nkv_topology = "unified"\n')
-    monkeypatch.setenv("PROBE_KEY", "sk-patient")
-    patient = probe("--gate", gate.url, "--key-env", "PROBE_KEY")
-    assert (patient.returncode, verdicts(patient)) == (0, [("gate", 1, "clamped"), ("gate", 2, "clamped")])
-    monkeypatch.setenv("PROBE_KEY", "sk-hasty")
-    hasty = probe("--gate", gate.url, "--key-env", "PROBE_KEY")
-    assert (hasty.returncode, verdicts(hasty)[-1]) == (1, ("gate", 2, "turned-away"))
-    assert "queue_max" in hasty.json["runs"][-1]["to_do"]
+    """Who has to wait waits, and is clamped aloud."""
+    config = '[engine]\nkv_topology = "unified"\n'
+    gate = start_gate(unified.url, tenants={"demo": 'on_overflow = "clamp"'}, config=config)
+    monkeypatch.setenv("PROBE_KEY", "sk-demo")
+    done = probe("--gate", gate.url, "--key-env", "PROBE_KEY")
+    assert (done.returncode, verdicts(done)) == (0, [("gate", 1, "clamped"), ("gate", 2, "clamped")])
+
+
+def test_a_gate_that_lets_nobody_wait_turns_the_probe_away(
+    start_gate: StartGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What to set is said; of a key that is none nothing can be told at all."""
+    reply = answers(WORDS[:64])
+    with Planted(reply) as engine:
+        engine.n_ctx = 256
+        config = '[engine]\nkv_topology = "unified"\n'
+        gate = start_gate(engine.url, tenants={"hasty": "queue_max = 0"}, config=config)
+        engine.always["/completion"] = slowly(reply)
+        monkeypatch.setenv("PROBE_KEY", "sk-hasty")
+        done = probe("--gate", gate.url, "--key-env", "PROBE_KEY")
+        monkeypatch.setenv("PROBE_KEY", "sk-nobody")
+        stranger = probe("--gate", gate.url, "--key-env", "PROBE_KEY")
+    assert (done.returncode, verdicts(done)[-1]) == (1, ("gate", 2, "turned-away")), done.stdout
+    assert "queue_max" in done.json["runs"][-1]["to_do"]
+    assert (stranger.returncode, stranger.stdout) == (2, "")
 
 
 def test_an_engine_that_shifts_its_context_forgets(start_engine: StartEngine) -> None:
@@ -215,6 +230,16 @@ def answers(pieces: Sequence[str], *, truncated: bool = True, problem: str = "")
     return reply
 
 
+def slowly(reply: Reply) -> Reply:
+    """The same, half a second later: two that are asked at once run at once."""
+
+    async def later(exchange: Exchange) -> None:
+        await asyncio.sleep(0.5)
+        await reply(exchange)
+
+    return later
+
+
 class Planted:
     """A fake engine of 512 tokens a slot in a thread of its own, that answers long prompts as it is told."""
 
@@ -308,8 +333,8 @@ def paced(round_s: float, hoard: list[bytes], hoarded_bytes: int) -> Reply:
 @pytest.mark.parametrize(("hoarded_mib", "drifts"), [(0, False), (12, True)])
 def test_memory_that_grows_with_every_round_is_a_drift(hoarded_mib: int, *, drifts: bool) -> None:
     """And memory that does not is none. How fast a fake engine answers says nothing, so speed may do as it likes."""
-    reply = paced(0.4, [], hoarded_mib * 2**20)
-    done = soaked(reply, "--pid", str(os.getpid()), minutes=0.15)
+    reply = paced(0.2, [], hoarded_mib * 2**20)
+    done = soaked(reply, "--pid", str(os.getpid()), minutes=0.08)
     found = done.json
     assert len(found["rounds"]) >= 7
     assert ("memory" in {one["what"] for one in found["drifts"]}) == drifts, found["rounds"]

@@ -185,19 +185,19 @@ class FairStory(RuleBasedStateMachine):
             return
         fitting = [name for name, one in heads.items() if self.may_go(one.reservation)]
         paid = [name for name in fitting if name != "spot"]
-        if self.ledger._clearing is not None and self.ledger._cleared_for() is not None:
-            first = self.ledger._cleared_for()
+        if self.ledger._line._clearing is not None and self.ledger._line.cleared_for() is not None:
+            first = self.ledger._line.cleared_for()
             assert first is not None
             assert not self.may_go(first.reservation)
             assert first.passed == self.ledger.rule.bypass_max
-            assert bool(paid) == (self.ledger._kept_out_since_s is not None), "idle for its sake, and not counted"
+            assert bool(paid) == (self.ledger._line._kept_out_since_s is not None), "idle, and not counted"
             return
         assert not paid
         assert not fitting or set(heads) != {"spot"}
 
     @invariant()
     def nobody_is_passed_more_often_than_may_be(self) -> None:
-        for one in getattr(self, "ledger", Ledger(KvPool(1, 1, 1)))._queue.in_order():
+        for one in getattr(self, "ledger", Ledger(KvPool(1, 1, 1)))._line.queue.in_order():
             assert one.passed <= self.ledger.rule.bypass_max
 
     @invariant()

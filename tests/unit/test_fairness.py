@@ -81,7 +81,7 @@ def test_where_nobody_is_here_all_begin_alike() -> None:
     ledger = Ledger(DIVIDED)
     serve(ledger, want("a"))
     end(ledger, "a")
-    assert (ledger.counter_of("a"), ledger._queue.counters) == (0, {})
+    assert (ledger.counter_of("a"), ledger._line.queue.counters) == (0, {})
 
 
 def test_a_bill_is_of_what_was_held_for_how_long() -> None:
@@ -236,7 +236,7 @@ def test_counters_of_those_who_are_away_are_kept_only_while_they_matter(asks: li
         if number % 3 == 2:
             for lease in list(ledger.facts()):
                 end(ledger, lease.lease_id, used=Usage(prompt, 1))
-        queue = ledger._queue
+        queue = ledger._line.queue
         here = {name for name in queue.counters if ledger._is_here(name)}
         floor = queue._floor(False) or 0
         last = set(queue._last.values())
