@@ -58,11 +58,12 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         metavar="RULE",
         help="a rule that is broken on purpose: told, but no failure; once for each",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of sentences")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one JSON object instead of sentences")
     parser.add_argument(
         "--junit", type=Path, metavar="FILE", help="write a JUnit file too, a test case for each rule"
     )
-    parser.add_argument("--github", action="store_true", help="annotations of a GitHub workflow instead of sentences")
+    form.add_argument("--github", action="store_true", help="annotations of a GitHub workflow instead of sentences")
     parser.set_defaults(run=run)
 
 

@@ -137,7 +137,7 @@ async def _recall(options: argparse.Namespace) -> tuple[dict[str, Any], list[str
 async def _soak(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     async with Asked(options.upstream, key_of(options.upstream_key_env, None)) as asked:
         known = await slots_of(asked)
-        rounds, verdicts = await soak(
+        soaked = await soak(
             asked,
             options.soak,
             Pace(options.ttft_max_s, options.tokens_per_second_min),
@@ -145,22 +145,26 @@ async def _soak(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]
             pid=options.pid or pid_of(options.upstream),
             recall_tokens=(options.context_tokens or known.n_ctx_slot) if options.recall else None,
         )
+    rounds, verdicts = soaked.rounds, soaked.verdicts
     found = drifts(rounds)
     bad = sorted({verdict.label for verdict in verdicts if not verdict.is_fine})
     few = len(rounds) < ROUNDS_MIN
     answer = {
-        "ok": False if found or bad else None if few else True,
+        "ok": False if found or bad else None if few or soaked.stopped else True,
         "rounds": [
             {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(one).items()}
             for one in rounds
         ],
         "verdicts": [verdict.label for verdict in verdicts],
         "drifts": [asdict(one) for one in found],
+        "stopped": soaked.stopped or None,
         "rule": RULE,
     }
     lines = [f"{len(rounds)} rounds: {', '.join(sorted({verdict.label for verdict in verdicts}))}"]
     lines += [f"drift: {one.sentence}" for one in found]
-    if few:
+    if soaked.stopped:
+        lines.append(f"stopped before its time: {soaked.stopped}")
+    elif few:
         lines.append(f"a drift shows from {ROUNDS_MIN} rounds on: give more minutes")
     return answer, [*lines, f"rule: {RULE}"]
 
@@ -193,7 +197,12 @@ async def _admission(options: argparse.Namespace) -> tuple[dict[str, Any], list[
             runs += await _probed(asked, pace, say, by_gate=False)
     if options.gate is not None:
         async with Asked(options.gate, key_of(options.key_env, options.key_file), name="the gate") as asked:
-            runs += await _probed(asked, pace, say, by_gate=True)
+            try:
+                runs += await _probed(asked, pace, say, by_gate=True)
+            except CannotAsk as cannot:
+                if all(found["ok"] for found in runs):
+                    raise
+                say(f"{cannot}: it was not probed; what is told above may be why")
     lines = []
     for found in runs:
         size = f"{found['prompt_tokens']} + {found['asked_tokens']} tokens"

@@ -164,6 +164,7 @@ def test_check_of_what_is_no_url(url: str, capsys: pytest.CaptureFixture[str]) -
         ["check", "--upstream", NOBODY, "--context-tokens-min", "0"],
         ["check", "--upstream", NOBODY, "--context-tokens-min", "-5"],
         ["check", "--upstream", NOBODY, "--context-tokens-min", "many"],
+        ["check", "--upstream", NOBODY, "--context-tokens-min", "5", "--json", "--github"],
         ["check", "--up", NOBODY, "--context-tokens-min", "5"],
         ["check", "--upstream", NOBODY, "--context-tokens-min", "5", "--acknowledge", "everything"],
         ["explain", "-", "--tenant", "x", "--", "llama-server"],
