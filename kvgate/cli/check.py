@@ -88,6 +88,8 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
 def _seen(options: argparse.Namespace, command: list[str]) -> Seen:
     if command and options.line is not None:
         raise ValueError("give the command line after --, or with --command, not both")
+    if options.line is not None and not options.line.strip():
+        raise ValueError("--command is empty: is the variable set that it came from?")
     if not command and options.line is None and options.log is None and options.upstream is None:
         raise ValueError("nothing to look at: give --upstream URL, --log FILE, or a command line after --")
     return Seen(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -120,6 +123,16 @@ def test_the_command_line_of_a_larger_start_is_noticed(careful: EngineProcess) -
         assert (done.returncode, broken(done)) == (1, {"sources-disagree"})
 
 
+def test_a_reader_that_has_read_enough_is_no_fault() -> None:
+    """`kvgate check ... | head -0`: no traceback."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "kvgate", "check", "--context-tokens-min", "1", "--", "llama-server"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_another_starts_log_is_noticed(careful: EngineProcess, careless: EngineProcess) -> None:
     done = check("--context-tokens-min", "1", "--upstream", careful.url, "--log", str(careless.log_path), "--json")
     assert done.returncode == 1
@@ -132,6 +145,7 @@ def test_another_starts_log_is_noticed(careful: EngineProcess, careless: EngineP
         (["--upstream", "http://127.0.0.1:1"], "cannot be reached"),
         (["--log", "/nowhere/engine.log"], "No such file"),
         (["--log", "-"], "no start that was completed"),
+        (["--command", " "], "is empty"),
         (["--", "llama-server", "-c", "many"], "takes a number"),
         ([], "nothing to look at"),
     ],
