@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvgate.cli.answers import Told, plural, table, utc
 from kvgate.cli.store_access import add_options, nearest, run
+from kvgate.core.canary import EVERYBODY
 from kvgate.store.canary import NotPinned
 from kvgate.store.errors import StoreUnavailable
 from kvgate.store.registry import NotDone
@@ -81,8 +82,15 @@ def _pin(options: argparse.Namespace, _: list[str]) -> int:
             f"pinned: engine {pin.fingerprint}, by version {pin.suite_version} of the suite, which finished "
             f"{utc(int(report.finished_at_s))}: {_figures(pin.figures)}"
         )
+        strangers = sorted(await desk.canary.strangers(pin.instance))
         note = "reuse is on within a second for tenants on the allowlist to whom the engine is dedicated"
-        return Told({"pin": asdict(pin)}, [line], [note])
+        if strangers:
+            note = (
+                f"reuse stays off: this engine process has served {_names(strangers)} off the allowlist. Dedicate "
+                "the engine (engine.dedicated_to), restart it, then `kvgate canary run` and `pin` again, which "
+                "`[canary] every_h` does by itself"
+            )
+        return Told({"pin": asdict(pin), "strangers": strangers}, [line], [note])
 
     return run(options, work)
 
@@ -167,6 +175,10 @@ def _status(options: argparse.Namespace, _: list[str]) -> int:
         return Told(answer, lines, notes)
 
     return run(options, work)
+
+
+def _names(strangers: list[str]) -> str:
+    return "everybody" if EVERYBODY in strangers else ", ".join(strangers)
 
 
 def who() -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
+import os
 import sys
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -100,22 +102,45 @@ def add(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(options: argparse.Namespace, _: list[str]) -> int:
     """Run the suite and tell; the exit status."""
     try:
+        _check_writable(options)
         result, notes, recorded = asyncio.run(_run(options))
-        if options.junit is not None:
-            options.junit.write_text(junit(result))
     except (Refused, ValueError) as error:
         return refuse("canary run", problem_of(error), 2, as_json=options.json)
     except (BadSettings, StoreUnavailable) as problem:
         return refuse("canary run", str(problem), 2, as_json=options.json)
     except OSError as error:
         return refuse("canary run", f"{error.filename} cannot be written: {error.strerror}", 2, as_json=options.json)
+    except KeyboardInterrupt:
+        kept = "no case was finished"
+        if options.state.exists():
+            kept = f"what is finished is in {options.state}; the next run goes on from there"
+        print(f"kvgate canary run: interrupted; {kept}", file=sys.stderr)
+        raise
     if options.json:
         print(as_json(result, recorded=recorded))
     else:
         print("\n".join(lines(result)))
         for note in notes:
             print(note, file=sys.stderr)
+    if options.junit is not None:
+        try:
+            options.junit.write_text(junit(result))
+        except OSError as error:
+            print(f"kvgate canary run: {options.junit} cannot be written: {error.strerror}", file=sys.stderr)
+            return 2
     return exit_status(result)
+
+
+def _check_writable(options: argparse.Namespace) -> None:
+    """Find out before the engine is asked for minutes.
+
+    Raises:
+        OSError: what the run is to leave behind cannot be written.
+    """
+    for path in filter(None, (options.junit, options.state)):
+        if path.is_dir() or not os.access(path.parent, os.W_OK):
+            number = errno.EISDIR if path.is_dir() else errno.EACCES if path.parent.is_dir() else errno.ENOENT
+            raise OSError(number, os.strerror(number), str(path))
 
 
 async def _run(options: argparse.Namespace) -> tuple[SuiteResult, list[str], bool]:

@@ -11,14 +11,17 @@ import pytest
 
 from kvgate.cli import main
 from kvgate.core.canary import Figures, SuiteReport
+from kvgate.core.reuse_suite import SuiteResult, result_of
 from kvgate.core.tenant import ReusePolicy, Tenant
 from kvgate.store.canary import CanaryStore
 from kvgate.store.client import connect
 from kvgate.store.embedded import EmbeddedValkey
 from kvgate.store.registry import DeclaredTenant, Registry
+from tests.unit.doubles import profile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 PASSED = SuiteReport("f1e2", "<one>", 3, True, 12, 0, Figures(0.01, 0.02, 0.75, 0.5), 1_700_000_000.0)
 FAILED = replace(PASSED, fingerprint="dead", passed=False, cases_failed=2)
@@ -115,6 +118,22 @@ def test_a_pin_is_told_with_its_evidence_and_taken_away_with_its_reason(canary: 
     assert (event["what"], event["subject"], event["why"]) == ("unpin", "f1e2", "an exercise")
 
 
+def test_a_pin_that_changes_nothing_says_so(canary: Canary, store: str) -> None:
+    """The process has served others: it needs a restart, and the suite again."""
+
+    async def serve_everybody() -> None:
+        async with connect(store) as client:
+            await CanaryStore(client).note_served("<one>", frozenset({"*"}))
+
+    report(store, PASSED)
+    assert canary.json("pin")["strangers"] == []
+    asyncio.run(serve_everybody())
+    status, out, err = canary("pin")
+    assert (status, "pinned: engine f1e2" in out) == (0, True)
+    assert "reuse stays off: this engine process has served everybody off the allowlist" in err
+    assert "within a second" not in err
+
+
 def test_the_allowlist_takes_tenants_that_there_are(canary: Canary) -> None:
     status, _, err = canary("widen", "beta", "bata")
     assert (status, "there is no tenant 'bata'; did you mean beta?" in err) == (1, True)
@@ -136,3 +155,49 @@ def test_status_shows_all_of_it(canary: Canary, store: str) -> None:
     assert (status, err) == (0, "")
     for said in ("f1e2", "2 of 12 failed", "passed", 'acme (reuse = "canary")', "widened:   beta", "widen"):
         assert said in out
+
+
+@pytest.mark.parametrize(
+    ("option", "path", "why"),
+    [("--junit", "gone/report.xml", "No such file"), ("--junit", ".", "directory"), ("--state", ".", "directory")],
+)
+def test_what_cannot_be_written_is_told_before_the_engine_is_asked(
+    option: str, path: str, why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after minutes of a run whose result is lost with it."""
+    monkeypatch.setattr("kvgate.cli.canary_run._run", None)
+    assert main(["canary", "run", "--upstream", "http://127.0.0.1:9", option, path]) == 2
+    said = capsys.readouterr()
+    assert (said.out, why in said.err, path in said.err) == ("", True, True)
+
+
+@pytest.mark.parametrize(("kept", "words"), [(True, "goes on from there"), (False, "no case was finished")])
+def test_an_interrupted_run_says_what_is_kept(
+    kept: bool, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / "state.json"
+    if kept:
+        state.write_text("{}")
+
+    async def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvgate.cli.canary_run._run", interrupted)
+    assert main(["canary", "run", "--upstream", "http://127.0.0.1:9", "--state", str(state)]) == 130
+    assert words in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_does_not_lose_the_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table is told first; 2, since CI looks for the file."""
+
+    async def done(options: Any) -> tuple[SuiteResult, list[str], bool]:
+        options.junit.mkdir()
+        return result_of(profile(), depth_tokens=1, noise_nats=0.0, cases=()), [], False
+
+    monkeypatch.setattr("kvgate.cli.canary_run._run", done)
+    given = ["--upstream", "http://127.0.0.1:9", "--state", str(tmp_path / "s"), "--junit", str(tmp_path / "r.xml")]
+    assert main(["canary", "run", *given]) == 2
+    said = capsys.readouterr()
+    assert ("suite version" in said.out, "r.xml cannot be written" in said.err) == (True, True)
