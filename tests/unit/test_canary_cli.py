@@ -77,7 +77,13 @@ class Canary:
 
 
 @pytest.fixture
-def canary(store: str, capsys: pytest.CaptureFixture[str]) -> Canary:
+def canary(store: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Canary:
+    """No gate answers beside it."""
+
+    def nobody(admin: str) -> Any:
+        raise ValueError(admin)
+
+    monkeypatch.setattr("kvgate.cli.canary_pins.look", nobody)
     return Canary(store, capsys)
 
 
@@ -132,6 +138,21 @@ def test_a_pin_that_changes_nothing_says_so(canary: Canary, store: str) -> None:
     assert (status, "pinned: engine f1e2" in out) == (0, True)
     assert "reuse stays off: this engine process has served everybody off the allowlist" in err
     assert "within a second" not in err
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "instance", "is_on"), [("f1e2", "<one>", True), ("f1e2", "<two>", False), ("f3", "<two>", True)]
+)
+def test_a_pin_of_a_process_that_is_gone_says_so(
+    canary: Canary, store: str, fingerprint: str, instance: str, is_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a gate of this configuration answers it is known; a gate of another engine says nothing of it."""
+    seen = {"engine": {"fingerprint": fingerprint, "profile": {"instance": instance}}}
+    monkeypatch.setattr("kvgate.cli.canary_pins.look", lambda _: seen)
+    report(store, PASSED)
+    status, _, err = canary("pin")
+    assert status == 0
+    assert ("within a second" in err, "another engine process" in err) == (is_on, not is_on)
 
 
 def test_the_allowlist_takes_tenants_that_there_are(canary: Canary) -> None:
