@@ -140,13 +140,12 @@ def test_a_pin_that_changes_nothing_says_so(canary: Canary, store: str) -> None:
     assert "within a second" not in err
 
 
-@pytest.mark.parametrize(
-    ("fingerprint", "instance", "is_on"), [("f1e2", "<one>", True), ("f1e2", "<two>", False), ("f3", "<two>", True)]
-)
+@pytest.mark.parametrize(("engine", "is_on"), [("f1e2 <one>", True), ("f1e2 <two>", False), ("f3 <two>", True)])
 def test_a_pin_of_a_process_that_is_gone_says_so(
-    canary: Canary, store: str, fingerprint: str, instance: str, is_on: bool, monkeypatch: pytest.MonkeyPatch
+    canary: Canary, store: str, engine: str, is_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a gate of this configuration answers it is known; a gate of another engine says nothing of it."""
+    fingerprint, instance = engine.split()
     seen = {"engine": {"fingerprint": fingerprint, "profile": {"instance": instance}}}
     monkeypatch.setattr("kvgate.cli.canary_pins.look", lambda _: seen)
     report(store, PASSED)
