@@ -90,9 +90,7 @@ def test_an_answer_that_shows_nothing_keeps_every_byte(body: bytes) -> None:
 def test_two_events_in_one_piece_are_two() -> None:
     """A usage chunk goes out together with the end marker behind it."""
     event = b'data: {"usage":{"prompt_tokens_details":{"cached_tokens":7}}}\n\ndata: [DONE]\n\n'
-    assert masked_event(event) == (
-        b'data: {"usage": {"prompt_tokens_details": {"cached_tokens": 0}}}\n\ndata: [DONE]\n\n'
-    )
+    assert masked_event(event) == event.replace(b"7", b"0")
 
 
 def test_what_cannot_be_read_is_masked_all_the_same() -> None:
