@@ -54,6 +54,16 @@ class _Way:
     report: Callable[[SuiteResult], Awaitable[None]] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A run: what was found, what to say beside it, whether it is on record, or should be and the store was out."""
+
+    result: SuiteResult
+    notes: list[str]
+    recorded: bool = False
+    is_lost: bool = False
+
+
 def add(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the action to the command's parser."""
     parser = actions.add_parser(
@@ -103,7 +113,7 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
     """Run the suite and tell; the exit status."""
     try:
         _check_writable(options)
-        result, notes, recorded = asyncio.run(_run(options))
+        done = asyncio.run(_run(options))
     except (Refused, ValueError) as error:
         return refuse("canary run", problem_of(error), 2, as_json=options.json)
     except (BadSettings, StoreUnavailable) as problem:
@@ -113,22 +123,31 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
     except KeyboardInterrupt:
         kept = "no case was finished"
         if options.state.exists():
-            kept = f"what is finished is in {options.state}; the next run goes on from there"
+            kept = _kept(options)
         print(f"kvgate canary run: interrupted; {kept}", file=sys.stderr)
         raise
+    return _tell(done, options)
+
+
+def _tell(done: Done, options: argparse.Namespace) -> int:
     if options.json:
-        print(as_json(result, recorded=recorded))
+        print(as_json(done.result, recorded=done.recorded))
     else:
-        print("\n".join(lines(result)))
-        for note in notes:
+        print("\n".join(lines(done.result)))
+    if done.is_lost or not options.json:
+        for note in done.notes:
             print(note, file=sys.stderr)
     if options.junit is not None:
         try:
-            options.junit.write_text(junit(result))
+            options.junit.write_text(junit(done.result))
         except OSError as error:
             print(f"kvgate canary run: {options.junit} cannot be written: {error.strerror}", file=sys.stderr)
             return 2
-    return exit_status(result)
+    return 2 if done.is_lost else exit_status(done.result)
+
+
+def _kept(options: argparse.Namespace) -> str:
+    return f"what is finished is in {options.state}; the next run on this engine process goes on from there"
 
 
 def _check_writable(options: argparse.Namespace) -> None:
@@ -143,11 +162,12 @@ def _check_writable(options: argparse.Namespace) -> None:
             raise OSError(number, os.strerror(number), str(path))
 
 
-async def _run(options: argparse.Namespace) -> tuple[SuiteResult, list[str], bool]:
-    """What was found, what to say beside it, and whether it is on record."""
+async def _run(options: argparse.Namespace) -> Done:
     settings = SuiteSettings(options.time_max_s, options.depth_tokens, tuple(options.case))
     async with _way(options) as way:
         profile = await way.engine.discover()
+        if options.admin is not None:
+            await asyncio.to_thread(look, options.admin)  # rather now than after minutes
         file = NotesFile(options.state, profile)
         if options.fresh:
             file.forget()
@@ -164,23 +184,29 @@ async def _run(options: argparse.Namespace) -> tuple[SuiteResult, list[str], boo
             )
         if way.admin is not None:
             result = await asyncio.to_thread(_as_gate_sees_it, result, way.admin, must=options.admin is not None)
-        told = []
+        done = await _recorded(way, result, is_whole=not options.case)
         if options.case:
-            pass
-        elif not result.why:
+            return done
+        if not result.why and not done.is_lost:
             file.forget()
         elif file.keeps and notes.cases:
-            told.append(f"what is finished is in {options.state}; the next run goes on from there")
-        if way.report is None:
-            told.append("not on record, since no gate's store was named: give --config or --store to pin by it")
-        elif options.case:
-            told.append("not on record, since not every case was asked")
-        elif result.verdict is Verdict.CANNOT_TELL:
-            told.append("not on record, since it says neither")
-        else:
-            await way.report(result)
-            return result, told, True
-        return result, told, False
+            done.notes.append(_kept(options))
+        return done
+
+
+async def _recorded(way: _Way, result: SuiteResult, *, is_whole: bool) -> Done:
+    """The result put on record, where it says something and there is one."""
+    if way.report is None:
+        return Done(result, ["not on record, since no gate's store was named: give --config or --store to pin by it"])
+    if not is_whole:
+        return Done(result, ["not on record, since not every case was asked"])
+    if result.verdict is Verdict.CANNOT_TELL:
+        return Done(result, ["not on record, since it says neither"])
+    try:
+        await way.report(result)
+    except StoreUnavailable as problem:
+        return Done(result, [f"kvgate canary run: not on record: {problem}"], is_lost=True)
+    return Done(result, [], recorded=True)
 
 
 def _show(bar: ProgressBar, progress: Progress, settings: SuiteSettings) -> None:

@@ -156,7 +156,7 @@ def _why_unclean(state: CanaryState, profile: EngineProfile, sharers: Sharers) -
     if others := state.dedicated_to - sharers.dedicated_to:
         return (
             f"another gate's engine.dedicated_to names {', '.join(sorted(others))} for this engine process too: "
-            "name the same tenants at every gate of this engine, then restart the engine"
+            "name the same tenants at every gate of this engine, and restart the engine where one was taken out"
         )
     return None
 

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvgate.cli import main
+from kvgate.cli.canary_run import Done
 from kvgate.core.canary import Figures, SuiteReport
-from kvgate.core.reuse_suite import SuiteResult, result_of
+from kvgate.core.reuse_suite import CaseResult, Outcome, SuiteResult, result_of
 from kvgate.core.tenant import ReusePolicy, Tenant
 from kvgate.store.canary import CanaryStore
 from kvgate.store.client import connect
 from kvgate.store.embedded import EmbeddedValkey
+from kvgate.store.errors import StoreUnavailable
 from kvgate.store.registry import DeclaredTenant, Registry
 from tests.unit.doubles import profile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
+    from kvgate.core.profile import EngineProfile
+    from kvgate.lab.reuse_suite import Notes
+
 PASSED = SuiteReport("f1e2", "<one>", 3, True, 12, 0, Figures(0.01, 0.02, 0.75, 0.5), 1_700_000_000.0)
+RESULT = result_of(profile(), depth_tokens=1, noise_nats=0.0, cases=[CaseResult("chain", Outcome.PASSED)])
 FAILED = replace(PASSED, fingerprint="dead", passed=False, cases_failed=2)
 
 
@@ -212,12 +220,45 @@ def test_a_report_that_cannot_be_written_does_not_lose_the_result(
 ) -> None:
     """The table is told first; 2, since CI looks for the file."""
 
-    async def done(options: Any) -> tuple[SuiteResult, list[str], bool]:
+    async def done(options: Any) -> Done:
         options.junit.mkdir()
-        return result_of(profile(), depth_tokens=1, noise_nats=0.0, cases=()), [], False
+        return Done(RESULT, [])
 
     monkeypatch.setattr("kvgate.cli.canary_run._run", done)
     given = ["--upstream", "http://127.0.0.1:9", "--state", str(tmp_path / "s"), "--junit", str(tmp_path / "r.xml")]
     assert main(["canary", "run", *given]) == 2
     said = capsys.readouterr()
     assert ("suite version" in said.out, "r.xml cannot be written" in said.err) == (True, True)
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_store_that_is_out_at_the_end_does_not_lose_the_result(
+    as_json: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told, 2 says that it is not on record, and what was found is kept for the next run."""
+    state = tmp_path / "state.json"
+
+    async def report(_: SuiteResult) -> None:
+        raise StoreUnavailable("the store does not answer")
+
+    class Engine:
+        async def discover(self) -> EngineProfile:
+            return profile()
+
+    @asynccontextmanager
+    async def way(_: object) -> AsyncIterator[SimpleNamespace]:
+        yield SimpleNamespace(engine=Engine(), ledger=None, waiting=None, admin=None, report=report)
+
+    async def suite(*_: object, notes: Notes, keep: Callable[[Notes], None], **__: object) -> SuiteResult:
+        notes.cases["chain"] = RESULT.cases[0]
+        keep(notes)
+        return RESULT
+
+    monkeypatch.setattr("kvgate.cli.canary_run._way", way)
+    monkeypatch.setattr("kvgate.cli.canary_run.run_suite", suite)
+    given = ["--upstream", "http://127.0.0.1:9", "--state", str(state), *(["--json"] if as_json else [])]
+    assert main(["canary", "run", *given]) == 2
+    said = capsys.readouterr()
+    assert ("passed" in said.out, "not on record: the store does not answer" in said.err) == (True, True)
+    assert "the next run on this engine process goes on from there" in said.err
+    assert "chain" in state.read_text()
