@@ -120,12 +120,6 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
         return refuse("canary run", str(problem), 2, as_json=options.json)
     except OSError as error:
         return refuse("canary run", f"{error.filename} cannot be written: {error.strerror}", 2, as_json=options.json)
-    except KeyboardInterrupt:
-        kept = "no case was finished"
-        if options.state.exists():
-            kept = _kept(options)
-        print(f"kvgate canary run: interrupted; {kept}", file=sys.stderr)
-        raise
     return _tell(done, options)
 
 
@@ -146,10 +140,6 @@ def _tell(done: Done, options: argparse.Namespace) -> int:
     return 2 if done.is_lost else exit_status(done.result)
 
 
-def _kept(options: argparse.Namespace) -> str:
-    return f"what is finished is in {options.state}; the next run on this engine process goes on from there"
-
-
 def _check_writable(options: argparse.Namespace) -> None:
     """Find out before the engine is asked for minutes.
 
@@ -163,7 +153,6 @@ def _check_writable(options: argparse.Namespace) -> None:
 
 
 async def _run(options: argparse.Namespace) -> Done:
-    settings = SuiteSettings(options.time_max_s, options.depth_tokens, tuple(options.case))
     async with _way(options) as way:
         profile = await way.engine.discover()
         if options.admin is not None:
@@ -171,26 +160,18 @@ async def _run(options: argparse.Namespace) -> Done:
         file = NotesFile(options.state, profile)
         if options.fresh:
             file.forget()
-        notes = Notes() if options.case else file.read()
-        with ProgressBar("suite") as bar:
-            if notes.cases:
-                bar.say(f"going on with an interrupted run, finished: {', '.join(notes.cases)} (--fresh begins anew)")
-            result = await run_suite(
-                EngineAccess(way.engine, profile, way.ledger, way.waiting, time.monotonic),
-                settings,
-                notes=notes,
-                keep=(lambda _: None) if options.case else file.keep,
-                on_progress=lambda progress: _show(bar, progress, settings),
-            )
+        access = EngineAccess(way.engine, profile, way.ledger, way.waiting, time.monotonic)
+        kept = None if options.case or not file.keeps else file
+        result, is_kept = await _asked(options, access, kept)
         if way.admin is not None:
             result = await asyncio.to_thread(_as_gate_sees_it, result, way.admin, must=options.admin is not None)
         done = await _recorded(way, result, is_whole=not options.case)
-        if options.case:
+        if kept is None:
             return done
         if not result.why and not done.is_lost:
-            file.forget()
-        elif file.keeps and notes.cases:
-            done.notes.append(_kept(options))
+            kept.forget()
+        elif is_kept:
+            done.notes.append(_kept(options.state))
         return done
 
 
@@ -207,6 +188,34 @@ async def _recorded(way: _Way, result: SuiteResult, *, is_whole: bool) -> Done:
     except StoreUnavailable as problem:
         return Done(result, [f"kvgate canary run: not on record: {problem}"], is_lost=True)
     return Done(result, [], recorded=True)
+
+
+async def _asked(
+    options: argparse.Namespace, access: EngineAccess, file: NotesFile | None
+) -> tuple[SuiteResult, bool]:
+    """Ask, from where an interrupted run ended, where there is a file for that; whether anything is in it."""
+    settings = SuiteSettings(options.time_max_s, options.depth_tokens, tuple(options.case))
+    notes, keep = (Notes(), lambda _: None) if file is None else (file.read(), file.keep)
+    with ProgressBar("suite") as bar:
+        if notes.cases:
+            bar.say(f"going on with an interrupted run, finished: {', '.join(notes.cases)} (--fresh begins anew)")
+        try:
+            result = await run_suite(
+                access,
+                settings,
+                notes=notes,
+                keep=keep,
+                on_progress=lambda progress: _show(bar, progress, settings),
+            )
+        except asyncio.CancelledError:
+            if file is not None and notes.cases:
+                bar.say(f"interrupted; {_kept(options.state)}")
+            raise
+    return result, bool(notes.cases)
+
+
+def _kept(state: Path) -> str:
+    return f"what is finished is in {state}; the next run on this engine process goes on from there"
 
 
 def _show(bar: ProgressBar, progress: Progress, settings: SuiteSettings) -> None:

@@ -199,22 +199,6 @@ def test_what_cannot_be_written_is_told_before_the_engine_is_asked(
     assert (said.out, why in said.err, path in said.err) == ("", True, True)
 
 
-@pytest.mark.parametrize(("kept", "words"), [(True, "goes on from there"), (False, "no case was finished")])
-def test_an_interrupted_run_says_what_is_kept(
-    kept: bool, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = tmp_path / "state.json"
-    if kept:
-        state.write_text("{}")
-
-    async def interrupted(_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("kvgate.cli.canary_run._run", interrupted)
-    assert main(["canary", "run", "--upstream", "http://127.0.0.1:9", "--state", str(state)]) == 130
-    assert words in capsys.readouterr().err
-
-
 def test_a_report_that_cannot_be_written_does_not_lose_the_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
