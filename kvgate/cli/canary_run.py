@@ -120,32 +120,15 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
 
 async def _run(options: argparse.Namespace) -> tuple[SuiteResult, list[str], bool]:
     """What was found, what to say beside it, and whether it is on record."""
-    settings = SuiteSettings(options.time_max_s, options.depth_tokens, tuple(options.case))
     async with _way(options) as way:
         profile = await way.engine.discover()
         file = NotesFile(options.state, profile)
         if options.fresh:
             file.forget()
-        notes = Notes() if options.case else file.read()
-        with ProgressBar("suite") as bar:
-            if notes.cases:
-                bar.say(f"going on with an interrupted run, finished: {', '.join(notes.cases)} (--fresh begins anew)")
-            result = await run_suite(
-                EngineAccess(way.engine, profile, way.ledger, way.waiting, time.monotonic),
-                settings,
-                notes=notes,
-                keep=(lambda _: None) if options.case else file.keep,
-                on_progress=lambda progress: _show(bar, progress, settings),
-            )
+        access = EngineAccess(way.engine, profile, way.ledger, way.waiting, time.monotonic)
+        result, told = await _asked(options, access, None if options.case or not file.keeps else file)
         if way.admin is not None:
             result = await asyncio.to_thread(_as_gate_sees_it, result, way.admin, must=options.admin is not None)
-        told = []
-        if options.case:
-            pass
-        elif not result.why:
-            file.forget()
-        elif file.keeps and notes.cases:
-            told.append(f"what is finished is in {options.state}; the next run goes on from there")
         if way.report is None:
             told.append("not on record, since no gate's store was named: give --config or --store to pin by it")
         elif options.case:
@@ -156,6 +139,36 @@ async def _run(options: argparse.Namespace) -> tuple[SuiteResult, list[str], boo
             await way.report(result)
             return result, told, True
         return result, told, False
+
+
+async def _asked(
+    options: argparse.Namespace, access: EngineAccess, file: NotesFile | None
+) -> tuple[SuiteResult, list[str]]:
+    """Ask, from where an interrupted run ended, where there is a file for that."""
+    settings = SuiteSettings(options.time_max_s, options.depth_tokens, tuple(options.case))
+    notes, keep = (Notes(), lambda _: None) if file is None else (file.read(), file.keep)
+    with ProgressBar("suite") as bar:
+        if notes.cases:
+            bar.say(f"going on with an interrupted run, finished: {', '.join(notes.cases)} (--fresh begins anew)")
+        try:
+            result = await run_suite(
+                access,
+                settings,
+                notes=notes,
+                keep=keep,
+                on_progress=lambda progress: _show(bar, progress, settings),
+            )
+        except asyncio.CancelledError:
+            if file is not None and notes.cases:
+                bar.say(f"interrupted; {_kept(options.state)}")
+            raise
+    if file is not None and not result.why:
+        file.forget()
+    return result, [_kept(options.state)] if file is not None and result.why and notes.cases else []
+
+
+def _kept(state: Path) -> str:
+    return f"what is finished is in {state}; the next run goes on from there"
 
 
 def _show(bar: ProgressBar, progress: Progress, settings: SuiteSettings) -> None:

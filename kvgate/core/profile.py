@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
 
@@ -83,6 +83,14 @@ class EngineProfile:
     prompt_cache_mib: Fact[int] | None = None
     idle_slots_cached: Fact[bool] | None = None
     context_shift: Fact[bool] | None = None
+    fingerprint: str = field(init=False, repr=False, compare=False)
+    """What decides whether two engines compute alike, hashed; the process's own identity is left out.
+
+    The build alone is not enough: some builds call themselves b0-unknown.
+    """
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fingerprint", self._hashed())  # once: every request asks for it
 
     @property
     def kv_type(self) -> str:
@@ -92,12 +100,7 @@ class EngineProfile:
         k, v = self.kv_type_k.value, self.kv_type_v.value
         return k if k == v else f"{k}/{v}"
 
-    @property
-    def fingerprint(self) -> str:
-        """What decides whether two engines compute alike, hashed; the process's own identity is left out.
-
-        The build alone is not enough: some builds call themselves b0-unknown.
-        """
+    def _hashed(self) -> str:
         parts = (
             self.kind,
             self.build,

@@ -70,7 +70,7 @@ class Reused:
     """A step that was asked with reuse on.
 
     `cold` is the answer to the same without reuse, of judged steps alone. `common_tokens` is the longest beginning
-    that the prompt has in common with anything that could be in a slot.
+    that the prompt has in common with anything that could be in a slot, `head_tokens` what every prompt begins with.
     """
 
     step: Step
@@ -78,6 +78,7 @@ class Reused:
     common_tokens: int
     answer: Scored
     cold: Scored | None = None
+    head_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,9 +295,10 @@ def _too_little(reused: Reused) -> str | None:
     cached, reach = reused.answer.cached_tokens, reused.step.reach_tokens
     if cached is None:
         return f"{reused.step.name}: the engine does not say how many tokens it reused"
-    if cached > reach:
+    least = max(reach, reused.head_tokens) if reach >= 0 else reach
+    if cached > least:
         return None
     return (
-        f"{reused.step.name}: {cached} of {reused.prompt_tokens} tokens were reused, not more than {reach}: "
+        f"{reused.step.name}: {cached} of {reused.prompt_tokens} tokens were reused, not more than {least}: "
         "is reuse possible on this engine, and did nobody else need its slots?"
     )

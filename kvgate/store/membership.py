@@ -59,7 +59,7 @@ class Membership:
         self._lease_ttl_s = lease_ttl_s
         self._drain_max_s = drain_max_s
         self._rule = rule
-        self._guaranteed: dict[str, int] = {}
+        self._guaranteed: dict[str, int] | None = None
 
     async def sized(self, pool: KvPool) -> None:
         """Guard this pool from here on: join where there is no ledger yet, resize where the engine has changed.
@@ -99,7 +99,8 @@ class Membership:
             rule=rule_json(self._rule),
         )
         await self._link.probe("register", gate=self.gate, held=[])
-        await self._link.probe("guarantee", shares=self._guaranteed)
+        if self._guaranteed is not None:
+            await self._link.probe("guarantee", shares=self._guaranteed)
         self.joined = True
         self._compare(found)
 

@@ -77,7 +77,7 @@ class Connection(asyncio.Protocol):
         self._parser: Any = None
         self._begun_s = 0.0
         self._first, self._part = True, b""
-        self._stopped = False
+        self._begun, self._kept, self._stopped = False, False, False
         self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         """Whether it is over; True asks for another connection, since the server closed this one between two."""
 
@@ -97,6 +97,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes of an answer."""
+        self._begun = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
@@ -130,16 +131,17 @@ class Connection(asyncio.Protocol):
             self._heard.latencies_s.append(now_s - self._begun_s)
         else:
             self._heard.errors += 1
+        self._begun, self._kept = False, True
         if self._parser.should_keep_alive():
             asyncio.get_running_loop().call_soon(self._send)
         else:
             self._end(again=now_s < self._until_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Closed by the server: in the middle of an answer that is an error."""
+        """Closed by the server: an error, but on a kept connection before a byte of the next answer."""
         del exc
         if not self.done.done():
-            self._heard.errors += 1
+            self._heard.errors += self._begun or not self._kept
             self._end(again=True)
 
     def hang_up(self) -> None:

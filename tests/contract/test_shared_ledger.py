@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvgate.core.ask import Size
+from kvgate.core.ask import Size, Usage
 from kvgate.core.drain import SlotsSeen
-from kvgate.core.ledger import Denied, Lease, LedgerView, Reservation
+from kvgate.core.fairness import FairRule
+from kvgate.core.ledger import Denied, Freed, Lease, LedgerView, Reservation
 from kvgate.core.pool import KvPool
 from kvgate.core.reason import Reason
 from kvgate.core.tenant import Quota
@@ -122,6 +123,61 @@ async def test_of_a_hundred_at_once_over_four_gates_exactly_five_run(start: Call
     await asyncio.gather(*(one(at) for at in range(100)))
     assert most == 5
     await until(lambda: empty(gates[0]))
+
+
+async def test_output_is_charged_while_it_streams_and_billed_once(
+    start: Callable[..., RunningGate],
+) -> None:
+    """No call of its own for a token: the gate tells of all that has come; who frees it is told what was held."""
+    one, other = start(), start()
+    billed: list[Freed] = []
+    for gate in (one, other):
+        gate.ledger.link._on_freed = billed.append
+    assert isinstance(await one.reserve("a"), Lease)
+    assert isinstance(await one.reserve("b"), Lease)
+    one.ledger.hand_over("a", lambda: 30)
+
+    async def service() -> int:
+        await one.view()
+        fair = one.ledger.fair()
+        return fair.tenants[0].service_milli if fair is not None and fair.tenants else 0
+
+    assert await service() >= 100_000
+    await until(lambda: _is(service(), 160_000))
+    await one.ledger.settle("a", ended=True, used=Usage(50, 40))
+    assert await service() == 180_000
+    assert [(freed.tenant, freed.cells) for freed in billed] == [("acme", 100)]
+    await one.ledger.settle("b", ended=True)
+    assert sum(freed.cells for freed in billed) == 200
+
+
+async def test_a_prompt_that_was_read_lets_the_next_one_in_at_once(start: Callable[..., RunningGate]) -> None:
+    """Whichever gate waits; nothing has to be renewed for it."""
+    one, other = (start(rule=FairRule(prefill_tokens_max=60), lease_ttl_s=300) for _ in range(2))
+    assert isinstance(await one.reserve("a"), Lease)
+    waiting = asyncio.create_task(other.reserve("b"))
+    await until(lambda: _waits(one, 1))
+    one.ledger.hand_over("a")
+    one.ledger.answered("a")
+    async with asyncio.timeout(20):
+        assert isinstance(await waiting, Lease)
+
+
+async def test_what_is_guaranteed_is_held_back_by_all_gates(start: Callable[..., RunningGate]) -> None:
+    """Told by one gate, kept by the other; and given up again."""
+    one, other = start(rule=FairRule(lent_output_tokens_max=0)), start(rule=FairRule(lent_output_tokens_max=0))
+    await one.ledger.guarantee({"owner": 600_000})
+    for at in range(2):
+        await one.serve(f"a{at}")
+    waiting = asyncio.create_task(other.reserve("b"))
+    await until(lambda: _waits(one, 1))
+    await one.ledger.guarantee({})
+    async with asyncio.timeout(20):
+        assert isinstance(await waiting, Lease)
+
+
+async def _is(found: Any, expected: int) -> bool:
+    return bool(await found == expected)
 
 
 async def test_a_grant_is_pushed_to_the_gate_that_waits(

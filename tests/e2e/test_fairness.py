@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 
 WITHIN_S = 60.0
 SLOTS, N_CTX_SLOT = 2, 512
-AT_ONCE = 8
+AT_ONCE = 16
 """Requests that each tenant has at the gate: more than can be let in between two of its answers."""
 
 WORDS = "river stone green seven cloud paper music horse lemon alpha"
@@ -36,14 +36,15 @@ def engine(start_engine: StartEngine, model: Path, tmp_path_factory: pytest.Temp
 
 @dataclass
 class Asker:
-    """A tenant that always has `AT_ONCE` requests at the gate, and what of service it has had."""
+    """A tenant that always has `AT_ONCE` requests at the gate, and what service it has had since both wait."""
 
     gate: RunningGate
     name: str
     sizes: list[tuple[int, int]]
     service: float = 0.0
-    history: list[float] = field(default_factory=list)
-    stopped: bool = False
+    answers: int = 0
+    both_wait: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once both have had answers: what one got before the other came is no matter of fairness."""
 
     async def run(self, done: asyncio.Event, until_service: float) -> None:
         await asyncio.gather(*(self._ask_again(at, done, until_service) for at in range(AT_ONCE)))
@@ -63,7 +64,8 @@ class Asker:
                 if (stream)
                 else answer.json["usage"]
             )
-            if not done.is_set():
+            self.answers += 1
+            if not done.is_set() and self.both_wait.is_set():
                 self.service += usage["prompt_tokens"] + 2 * usage["completion_tokens"]
             if self.service >= until_service:
                 done.set()
@@ -88,11 +90,21 @@ async def test_two_that_always_wait_get_service_in_the_ratio_of_their_weights(
     }
     gate = start_gate(engine.url, tenants=tenants, flags=["--engine-log", str(engine.log_path)])
     one = Asker(gate, "one", [(12, 4), (20, 2), (8, 8)])
-    two = Asker(gate, "two", [(1, 30), (2, 40), (1, 20)])
+    two = Asker(gate, "two", [(1, 60), (2, 70), (1, 50)])
+    one.both_wait = two.both_wait
     done = asyncio.Event()
-    looks, *_ = await asyncio.gather(_watched(gate, done), one.run(done, 1e9), two.run(done, 8_000))
-    assert two.service / one.service == pytest.approx(2.0, rel=0.1)
+
+    async def until_both_wait() -> None:
+        while min(one.answers, two.answers) < 2:  # noqa: ASYNC110 - two counters are no event
+            await asyncio.sleep(0.02)
+        two.both_wait.set()
+
+    looks, *_ = await asyncio.gather(
+        _watched(gate, done), until_both_wait(), one.run(done, 1e9), two.run(done, 9_000)
+    )
     both = [look for look in looks if all(name in look["tenants"] for name in ("one", "two"))]
+    fewest = min(one["waiting"] for look in both for one in look["tenants"].values())
+    assert two.service / one.service == pytest.approx(2.0, rel=0.1), f"{fewest} waited at the fewest"
     assert len(both) > 3
     for look in both:
         assert look["gap"] <= look["gap_max"] <= look["gap_bound"] == 2 * 2 * SLOTS * N_CTX_SLOT

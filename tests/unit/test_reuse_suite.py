@@ -100,6 +100,14 @@ def test_each_way_not_to_pass_has_its_sentence(measured: Taken, outcome: Outcome
     assert words in found.why
 
 
+def test_the_head_that_all_prompts_share_is_no_evidence_of_reuse() -> None:
+    """A template's opening is in every slot."""
+    short = Reused(STEP, 100, 95, scored(-1.0, cached=7, computed=93), scored(-1.0), head_tokens=7)
+    found = judge(CASE, Taken((short,), (9.0,)), FLOOR_NATS)
+    assert found.outcome is Outcome.NO_REUSE
+    assert "7 of 100 tokens were reused, not more than 7" in found.why
+
+
 def test_counts_that_do_not_add_up_are_corruption() -> None:
     short = Reused(STEP, 100, 95, scored(-1.0, cached=90, computed=9), scored(-1.0))
     assert "reused 90 tokens and computed 9, of a prompt of 100" in judge(CASE, Taken((short,), (9.0,)), 1.0).why

@@ -293,7 +293,7 @@ class _Run:
 
     async def _step(self, desk: Desk, step: Step, asked: Asked) -> Reused:
         answer, common = await desk.reused(asked)
-        return Reused(step, len(asked.prompt), common, answer)
+        return Reused(step, len(asked.prompt), common, answer, head_tokens=asked.own_from)
 
     def _asked(self, computed_tokens: int) -> None:
         self._done += computed_tokens
