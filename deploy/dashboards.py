@@ -27,6 +27,7 @@ class Panel:
         explains: the sentence behind the (i).
         max_value: where the scale ends, such as 1 of a ratio.
         red_from: a value that must not be reached, drawn red.
+        zero: what is shown for 0, where that is no figure.
     """
 
     title: str
@@ -37,6 +38,7 @@ class Panel:
     explains: str = ""
     max_value: float | None = None
     red_from: float | None = None
+    zero: str = ""
 
     def json(self, number: int, x: int, y: int, height: int) -> dict[str, Any]:
         """As Grafana reads it."""
@@ -46,6 +48,8 @@ class Panel:
         defaults: dict[str, Any] = {"unit": self.unit, "min": 0, "thresholds": {"mode": "absolute", "steps": steps}}
         if self.max_value is not None:
             defaults["max"] = self.max_value
+        if self.zero:
+            defaults["mappings"] = [{"type": "value", "options": {"0": {"text": self.zero, "index": 0}}}]
         instant = self.kind != "timeseries"
         targets = [
             {
@@ -123,8 +127,11 @@ def _variable(label: str, metric: str) -> dict[str, Any]:
     }
 
 
-def _stat(title: str, query: str, explains: str, *, unit: str = "short", red_from: float | None = None) -> Panel:
-    return Panel(title, ((query, ""),), unit, "stat", 4, explains, red_from=red_from)
+def _stat(
+    title: str, query: str, explains: str, *, unit: str = "locale", red_from: float | None = None, zero: str = ""
+) -> Panel:
+    """One figure, to the last digit: 8,192 tokens and not 8.19 K."""
+    return Panel(title, ((query, ""),), unit, "stat", 4, explains, red_from=red_from, zero=zero)
 
 
 FLEET: Final = Dashboard(
@@ -171,10 +178,10 @@ FLEET: Final = Dashboard(
             explains="docs/reference.md has what each reason means and what to do.",
         ),
         Panel(
-            "Tokens",
+            "Tokens a second",
             ((f"sum by (kind) (kvgate:tokens:rate5m{{{_JOB}}})", "{{kind}}"),),
             "short",
-            explains="A second, by the engine's own usage.",
+            explains="By the engine's own usage.",
         ),
         Panel(
             "KV pool held",
@@ -225,9 +232,9 @@ TENANT: Final = Dashboard(
             max_value=1,
         ),
         Panel(
-            "Tokens",
+            "Tokens a second",
             ((f"sum by (tenant, kind) (kvgate:tokens:rate5m{{{_TENANT}}})", "{{tenant}} {{kind}}"),),
-            explains="A second, by the engine's own usage.",
+            explains="By the engine's own usage.",
         ),
         Panel(
             "KV tokens held",
@@ -245,9 +252,9 @@ TENANT: Final = Dashboard(
             "s",
         ),
         Panel(
-            "Service received",
+            "Service received a second",
             ((f"sum by (tenant, kind) (kvgate:service:rate5m{{{_TENANT}}})", "{{tenant}} {{kind}}"),),
-            explains="A second: tokens at their prices, not divided by weight.",
+            explains="Tokens at their prices, not divided by weight.",
         ),
         Panel(
             "Share of the last minute's service, and of the weights",
@@ -309,7 +316,7 @@ TENANT: Final = Dashboard(
             "reqps",
         ),
         Panel(
-            "Prompt tokens trimmed away",
+            "Prompt tokens trimmed away a second",
             ((f"sum by (tenant, how) (rate(kvgate_trimmed_tokens_total{{{_TENANT}}}[5m]))", "{{tenant}} {{how}}"),),
         ),
     ),
@@ -324,7 +331,8 @@ ENGINE: Final = Dashboard(
         _stat(
             "Least that it must be",
             f"max(kvgate_engine_context_min_tokens{{{_GATE}}})",
-            "engine.context_tokens_min; 0 where none is set.",
+            "engine.context_tokens_min.",
+            zero="none set",
         ),
         _stat("Slots", f"max(kvgate_slots{{{_GATE}}})", "Sequences that run side by side."),
         _stat("KV pool", f"max(kvgate_kv_pool_tokens{{{_GATE}}})", "Cells of the KV cache."),
@@ -337,8 +345,9 @@ ENGINE: Final = Dashboard(
         _stat(
             "Last change",
             f"max(kvgate_engine_changed_timestamp_seconds{{{_GATE}}}) * 1000",
-            "When the engine last became another one; 1970 where it never has.",
+            "When the engine last became another one.",
             unit="dateTimeFromNow",
+            zero="never",
         ),
         Panel(
             "The engine",
@@ -365,7 +374,7 @@ ENGINE: Final = Dashboard(
             explains="Cells that have a token in them by now, of those held.",
         ),
         Panel(
-            "Prompts in prefill",
+            "Prompt tokens in prefill",
             ((f"kvgate_prefill_tokens{{{_GATE}}}", "{{instance}}"),),
             explains="Tokens of prompts that were let in and have no output yet.",
         ),

@@ -19,6 +19,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from kvgate.core.canary import SUITE_TENANT
 from kvgate.core.fairness import MILLI, FairRule
 from kvgate.core.guarantee import over_guaranteed
 from kvgate.core.tenant import (
@@ -471,13 +472,16 @@ def load_tenants(path: Path) -> dict[str, tuple[Tenant, tuple[str, ...] | None]]
     """The tenants that a file declares, each with the SHA-256 of its keys, or None where it leaves them to others.
 
     Raises:
-        BadSettings: as `load`, or one key is declared for two tenants, or more than the pool is guaranteed.
+        BadSettings: as `load`, or one key is declared for two tenants, or more than the pool is guaranteed, or a name
+            is not to be had.
     """
     try:
         file = TenantsFile.model_validate(_toml(path))
     except ValidationError as error:
         raise _bad(error, str(path), TenantsFile) from None
     owners: dict[str, str] = {}
+    if SUITE_TENANT in file.tenant:
+        raise BadSettings(f"{path}: tenant.{SUITE_TENANT}: that name is the reuse suite's own (`kvgate canary run`)")
     for name, section in file.tenant.items():
         for digest in section.keys_sha256 or ():
             if owners.setdefault(digest, name) != name:

@@ -1,14 +1,12 @@
-"""The operator's listener: health, readiness, metrics, and the state of engine and ledger."""
+"""The operator's listener of one gate: health, readiness, metrics, and the state of engine and ledger."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from kvgate.metrics import CONTENT_TYPE
+from kvgate.admin.routes import Operator, operators_app
 from kvgate.store.errors import StoreUnavailable
 
 if TYPE_CHECKING:
@@ -33,30 +31,22 @@ def admin_app(
     reports: Callable[[str], Awaitable[tuple[Report, ...]]],
     body_bytes_max: int,
 ) -> web.Application:
-    """The operator's application.
+    """The operator's application; its paths are those of `admin.routes.operators_app`.
 
-    `/healthz`: the process answers. `/readyz`: 200 while requests are served, else 503; with the sentences
-    that say why not, the warnings, and the engine's state. `/metrics`: for Prometheus. `/status`: everything, as
-    JSON. The last two `refresh` first, which a store that hangs can delay by no more than its timeout.
-    `POST /explain?tenant=NAME&path=PATH`: the verdict that the body would get; 404 for an unknown tenant or path.
-    `GET /report/ID`: what is kept of the requests with this id, the last one first; 404 where nothing is.
+    Metrics and status `refresh` first, which a store that hangs can delay by no more than its timeout.
     """
 
-    async def healthz(_: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
-
-    async def readyz(_: web.Request) -> web.Response:
+    async def readiness() -> dict[str, Any]:
         found = problems()
-        body = {"ready": not found, "problems": found, "warnings": warnings(), "engine": engine()}
-        return web.json_response(body, status=503 if found else 200)
+        return {"ready": not found, "problems": found, "warnings": warnings(), "engine": engine()}
 
-    async def exposition(_: web.Request) -> web.Response:
+    async def exposition() -> bytes:
         await refresh()
-        return web.Response(body=metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+        return metrics.exposition()
 
-    async def everything(_: web.Request) -> web.Response:
+    async def everything() -> dict[str, Any]:
         await refresh()
-        return web.json_response(status(), dumps=lambda value: json.dumps(value, default=_plain, indent=2) + "\n")
+        return status()
 
     async def explanation(request: web.Request) -> web.Response:
         tenant, path = request.query.get("tenant", ""), request.query.get("path", CHAT)
@@ -76,17 +66,4 @@ def admin_app(
         )
         return web.json_response({"reports": found} if found else {"problem": problem}, status=200 if found else 404)
 
-    app = web.Application(client_max_size=body_bytes_max)
-    app.router.add_get("/healthz", healthz)
-    app.router.add_get("/readyz", readyz)
-    app.router.add_get("/metrics", exposition)
-    app.router.add_get("/status", everything)
-    app.router.add_post("/explain", explanation)
-    app.router.add_get("/report/{id}", report)
-    return app
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    raise TypeError(f"{type(value).__name__} is not for the status page")
+    return operators_app(Operator(readiness, exposition, everything, explanation, report), body_bytes_max)

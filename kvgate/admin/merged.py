@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 from aiohttp import web
 
-from kvgate.metrics import CONTENT_TYPE, merged
+from kvgate.admin.routes import Operator, operators_app
+from kvgate.metrics import merged
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
 ASK_TIMEOUT_S: Final = 5.0
 
 NOBODY: Final = (503, b'{"problem": "no worker answers"}')
+
+_LASTING: Final = re.compile(r"\b\d+ (?:s|min|h)\b")
+"""A stretch of time, as `core.engine_state.lasting` writes it."""
 
 SUMMED: Final = ("in_flight", "upstream_connections", "tasks")
 """Figures of `/status` that each worker has for itself; the others are of the engine and the store they share."""
@@ -44,7 +49,7 @@ async def send(socket: Path, method: str, path: str, body: bytes | None = None) 
 
 
 def merged_app(workers: Mapping[int, Path], body_bytes_max: int) -> web.Application:
-    """The operator's application over these workers, by number; see `admin.listener.admin_app`.
+    """The operator's application over these workers, by number; see `admin.routes.operators_app`.
 
     A worker that does not answer is a warning as long as another serves.
     """
@@ -53,55 +58,52 @@ def merged_app(workers: Mapping[int, Path], body_bytes_max: int) -> web.Applicat
         answers = await asyncio.gather(*(ask(socket, path) for socket in workers.values()))
         return dict(zip(workers, answers, strict=True))
 
-    async def healthz(_: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
+    async def readiness() -> dict[str, Any]:
+        return merged_readiness(_documents(await everyone("/readyz")))
 
-    async def readyz(_: web.Request) -> web.Response:
-        body = merged_readiness(_documents(await everyone("/readyz")))
-        return web.json_response(body, status=200 if body["ready"] else 503)
+    async def exposition() -> bytes:
+        return merged([answer for answer in (await everyone("/metrics")).values() if answer is not None])
 
-    async def exposition(_: web.Request) -> web.Response:
-        found = [answer for answer in (await everyone("/metrics")).values() if answer is not None]
-        return web.Response(body=merged(found), headers={"Content-Type": CONTENT_TYPE})
-
-    async def status(_: web.Request) -> web.Response:
-        body = merged_status(_documents(await everyone("/status")))
-        return web.json_response(body, dumps=lambda value: json.dumps(value, indent=2) + "\n")
+    async def status() -> dict[str, Any]:
+        return merged_status(_documents(await everyone("/status")))
 
     async def explain(request: web.Request) -> web.Response:
         """Any worker's word: they share tenants, engine and ledger."""
         body = await request.read()
         for socket in workers.values():
             if (found := await send(socket, "POST", request.raw_path, body)) is not None:
-                return web.Response(status=found[0], body=found[1], content_type="application/json")
-        return web.json_response({"problem": "no worker answers"}, status=503)
+                return _passed_on(*found)
+        return _passed_on(*NOBODY)
 
-    app = web.Application(client_max_size=body_bytes_max)
-    app.router.add_get("/healthz", healthz)
-    app.router.add_get("/readyz", readyz)
-    app.router.add_get("/metrics", exposition)
-    app.router.add_get("/status", status)
-    app.router.add_post("/explain", explain)
-    app.router.add_get("/report/{id}", _best_answer(workers))
-    return app
-
-
-def _best_answer(workers: Mapping[int, Path]) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Each worker asks the store for a report; what one has not written yet, that one alone finds."""
-
-    async def answer(request: web.Request) -> web.Response:
+    async def report(request: web.Request) -> web.Response:
+        """Each worker asks the store; what one has not written yet, that one alone finds."""
         answers = await asyncio.gather(*(send(socket, "GET", request.raw_path) for socket in workers.values()))
-        status, body = min((answer for answer in answers if answer is not None), default=NOBODY)
-        return web.Response(status=status, body=body, content_type="application/json")
+        return _passed_on(*min((answer for answer in answers if answer is not None), default=NOBODY))
 
-    return answer
+    return operators_app(Operator(readiness, exposition, status, explain, report), body_bytes_max)
+
+
+def _passed_on(status: int, body: bytes) -> web.Response:
+    return web.Response(status=status, body=body, content_type="application/json")
 
 
 def merged_readiness(answers: Mapping[int, Any]) -> dict[str, Any]:
-    """Ready while every worker that answers is, and one does; what several say is said once."""
+    """Ready while every worker that answers is, and one does; what several say is said once.
+
+    Of an engine that several found in the same state the first one tells: another may have met it in other words,
+    as an engine that dies refuses one connection and breaks the next.
+    """
     heard = [answer for answer in answers.values() if answer is not None]
-    problems = _once(problem for answer in heard for problem in answer["problems"])
-    warnings = _once(warning for answer in heard for warning in answer["warnings"])
+    lives = [_life(answer) for answer in heard]
+    first = {life["state"]: life for life in reversed(lives)}
+    problems, warnings = (
+        _once(
+            first[life["state"]]["sentence"] if sentence == life["sentence"] else sentence
+            for answer, life in zip(heard, lives, strict=True)
+            for sentence in answer[kind]
+        )
+        for kind in ("problems", "warnings")
+    )
     silent = ", ".join(str(number) for number, answer in answers.items() if answer is None)
     if not heard:
         problems = ["no worker answers"]
@@ -127,9 +129,18 @@ def merged_status(answers: Mapping[int, Any]) -> dict[str, Any]:
     return body
 
 
+def _life(answer: Mapping[str, Any]) -> Any:
+    """The engine's state: under its own name in `/status`, where `engine` has the figures."""
+    return answer["engine_life" if "engine_life" in answer else "engine"]
+
+
 def _documents(answers: Mapping[int, bytes | None]) -> dict[int, Any]:
     return {number: None if answer is None else json.loads(answer) for number, answer in answers.items()}
 
 
-def _once(sentences: Any) -> list[str]:
-    return list(dict.fromkeys(sentences))
+def _once(sentences: Iterable[str]) -> list[str]:
+    """What several say is said once, in the first one's words: each has a clock of its own."""
+    said: dict[str, str] = {}
+    for sentence in sentences:
+        said.setdefault(_LASTING.sub("", sentence), sentence)
+    return list(said.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -22,9 +23,18 @@ LOOK_S: Final = 10.0
 """How often it is looked whether a run is due."""
 
 RETRY_S: Final = 600.0
-"""After a run that came to no result: how soon the next one may begin, of all gates."""
+"""After a run that came to no result: how soon the next one may begin on this process, of all gates."""
+
+CLAIM_S: Final = 60.0
+"""How soon another gate may take over from one that died in mid-run; who runs it claims anew, more often."""
+
+RECORD_AGAIN_S: Final = 1.0
 
 BY: Final = "kvgate canary schedule"
+
+
+class NoResult(Exception):
+    """The suite came to no result; the message says why, and quotes no prompt."""
 
 
 class SuiteRunner(Protocol):
@@ -34,7 +44,8 @@ class SuiteRunner(Protocol):
         """Run it against the gate at this URL, and come back with what it found.
 
         Raises:
-            Exception: it came to no result, whatever the cause; nothing is concluded from that.
+            NoResult: why it came to none.
+            Exception: the same, by any other cause, whose words are not logged.
         """
 
 
@@ -85,23 +96,58 @@ class CanarySchedule:
         if profile is None or state is None or not _concerns(profile, state):
             return None
         try:
-            if not await self._is_due(profile) or not await self._store.claim(RETRY_S):
+            if not await self._is_due(profile) or not await self._store.claim(str(profile.instance), CLAIM_S):
                 return None
-            report = await self._run(url)
-            await self._store.report(report)
+            report = await self._claimed(url, str(profile.instance))
+            await self._record(report)
             if report.passed:
-                await self._store.pin(report, BY)
+                await self._store.pin(report, BY, renew=True)
             await self._watch.refresh()
         except (StoreUnavailable, NotPinned) as problem:
-            log.warning("a run of the reuse suite was not recorded", extra={"problem": str(problem)})
+            log.warning("the schedule of the reuse suite pinned nothing", extra={"problem": str(problem)})
             return None
         except Exception as problem:  # noqa: BLE001 - a suite that breaks must not stop the gate
-            log.warning("the reuse suite came to no result", extra={"error": type(problem).__name__})
+            why = {"problem": str(problem)} if isinstance(problem, NoResult) else {"error": type(problem).__name__}
+            log.warning("the reuse suite came to no result", extra=why)
             return None
         level = logging.INFO if report.passed else logging.ERROR
         told = {"passed": report.passed, "cases_run": report.cases_run, "cases_failed": report.cases_failed}
         log.log(level, "the reuse suite has run", extra={"fingerprint": report.fingerprint, **told})
         return report
+
+    async def _claimed(self, url: str, instance: str) -> SuiteReport:
+        """Run it; of all gates nobody else does meanwhile, nor soon after where it came to no result.
+
+        A gate that is stopped in mid-run leaves its claim to run out: another goes on soon.
+        """
+        holding = asyncio.create_task(self._hold(instance))
+        try:
+            return await self._run(url)
+        except Exception:
+            await self._try_to_hold(instance, RETRY_S)
+            raise
+        finally:
+            holding.cancel()
+
+    async def _hold(self, instance: str) -> None:
+        while True:
+            await asyncio.sleep(CLAIM_S / 3)
+            await self._try_to_hold(instance, CLAIM_S)
+
+    async def _try_to_hold(self, instance: str, seconds: float) -> None:
+        with contextlib.suppress(StoreUnavailable):
+            await self._store.hold(instance, seconds)
+
+    async def _record(self, report: SuiteReport) -> None:
+        """Put it on record, however long the store is out: a pin must not outlive a run that failed."""
+        while True:
+            try:
+                await self._store.report(report)
+            except StoreUnavailable as problem:
+                log.warning("a run of the reuse suite is not recorded yet", extra={"problem": str(problem)})
+                await asyncio.sleep(RECORD_AGAIN_S)
+            else:
+                return
 
     async def _is_due(self, profile: EngineProfile) -> bool:
         """Whether the latest run on this very process is too long ago, or there was none."""

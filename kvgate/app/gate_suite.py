@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from kvgate.app.canary_schedule import NoResult
 from kvgate.core.reuse_suite import Verdict
 from kvgate.lab.reuse_suite import EngineAccess, run_suite
+from kvgate.ports import Refused
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -15,10 +17,6 @@ if TYPE_CHECKING:
     from kvgate.engines.llamacpp import LlamaCpp
     from kvgate.ports import Clock
     from kvgate.store.shared_ledger import SharedLedger
-
-
-class NoResult(Exception):
-    """The suite came to no result; the message says why."""
 
 
 class GateSuite:
@@ -33,10 +31,12 @@ class GateSuite:
         """Run it.
 
         Raises:
-            NoResult: it cannot tell.
-            Refused: the engine is not to be had.
+            NoResult: it cannot tell, or the engine is not to be had.
         """
-        profile = await self._engine.discover()
+        try:
+            profile = await self._engine.discover()
+        except Refused as refused:
+            raise NoResult(refused.refusal.message) from None
         access = EngineAccess(self._engine, profile, self._ledger, waiting_in(self._ledger), self._clock)
         result = await run_suite(access, clock=self._clock)
         if result.verdict is Verdict.CANNOT_TELL:

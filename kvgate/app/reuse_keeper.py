@@ -82,9 +82,11 @@ class ReuseKeeper:
         state = self._watch.state
         return reuse_of(tenant, state, profile, self._sharers(state), asked=asked)
 
-    def _serving(self, state: CanaryState) -> tuple[str | None, frozenset[str]]:
+    def _serving(self, state: CanaryState) -> tuple[str | None, frozenset[str], frozenset[str]]:
         profile = self._profile()
-        return (None if profile is None else profile.instance), self._sharers(state).strangers
+        instance = None if profile is None else profile.instance
+        known = frozenset(name for name in self._dedicated_to if self._tenants.by_name(name) is not None)
+        return instance, self._sharers(state).strangers, known
 
     def _sharers(self, state: CanaryState | None) -> Sharers:
         known = {name: self._tenants.by_name(name) for name in self._dedicated_to}
@@ -127,7 +129,7 @@ class ReuseKeeper:
             self._wants.clear()
             for fingerprint, why in list(self._unpinning.items()):
                 try:
-                    gone = await self._store.unpin(fingerprint, by=BY, why=why)
+                    gone = await self._store.unpin(fingerprint, by=BY, why=why, doubt=True)
                     await self._watch.refresh()
                 except StoreUnavailable:
                     self._wants.set()
@@ -148,7 +150,8 @@ class ReuseKeeper:
             warnings.append(
                 f"the engine reused a prefix in {answers} although it was told not to, the last {lasting(ago_s)} "
                 "ago: what one tenant said may have served another. Start it with --no-cache-prompt --cache-ram 0 "
-                "--no-cache-idle-slots; no pin holds on it until the suite has passed again"
+                "--no-cache-idle-slots; three such answers in a row take its pin away until the suite has passed "
+                "again"
             )
         unknown = sorted(name for name in self._dedicated_to if self._tenants.by_name(name) is None)
         return warnings + [f"engine.dedicated_to names {name!r}, and there is no such tenant" for name in unknown]

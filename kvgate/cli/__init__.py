@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command and options.command not in {"serve", "check"}:
         parser.error(f"only serve and check take a command line after --, not {options.command}")
     try:
-        return int(options.run(options, command))
+        status = int(options.run(options, command))
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `| head` has read enough; what is left must not fail again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return status
 
 
 def parsers() -> tuple[Parser, argparse._SubParsersAction[Any]]:

@@ -57,10 +57,19 @@ def redacted(text: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Whose complaints repeat no key."""
+    """Whose complaints repeat no key, and are JSON where JSON was asked for."""
+
+    _as_json = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does, with an eye on how its complaints are wanted; a command's parser is asked likewise."""
+        self._as_json = "--json" in (sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Usage, the problem, and exit status 2."""
+        """Usage and the problem, or one JSON object, and exit status 2."""
+        if self._as_json:
+            sys.exit(refuse(self.prog, message, 2, as_json=True))
         super().error(redacted(message))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import getpass
 import os
 import socket
@@ -9,16 +10,19 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvgate.cli.answers import Told, plural, table, utc
-from kvgate.cli.store_access import add_options, nearest, run
+from kvgate.cli.store_access import add_options, nearest, run, run_prepared
+from kvgate.cli.top import look
+from kvgate.core.canary import EVERYBODY
 from kvgate.store.canary import NotPinned
 from kvgate.store.errors import StoreUnavailable
 from kvgate.store.registry import NotDone
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Awaitable, Callable
 
     from kvgate.cli.store_access import Desk
-    from kvgate.core.canary import Figures, SuiteReport
+    from kvgate.core.canary import Figures, Pin, SuiteReport
 
 EVENTS_SHOWN = 10
 REPORTS_SHOWN = 5
@@ -69,6 +73,10 @@ def add(actions: argparse._SubParsersAction[Any]) -> None:
 
 
 def _pin(options: argparse.Namespace, _: list[str]) -> int:
+    return run_prepared(options, lambda settings: _pinning(options, f"http://{settings.admin_listen}"))
+
+
+def _pinning(options: argparse.Namespace, admin: str) -> Callable[[Desk], Awaitable[Told]]:
     async def work(desk: Desk) -> Told:
         report = _chosen((await desk.canary.view()).reports, options.fingerprint)
         try:
@@ -81,10 +89,22 @@ def _pin(options: argparse.Namespace, _: list[str]) -> int:
             f"pinned: engine {pin.fingerprint}, by version {pin.suite_version} of the suite, which finished "
             f"{utc(int(report.finished_at_s))}: {_figures(pin.figures)}"
         )
+        strangers = sorted(await desk.canary.strangers(pin.instance))
         note = "reuse is on within a second for tenants on the allowlist to whom the engine is dedicated"
-        return Told({"pin": asdict(pin)}, [line], [note])
+        if await asyncio.to_thread(_is_gone, pin, admin):
+            note = (
+                f"reuse stays off at the gate at {admin}: it is in front of another engine process than the one that "
+                "passed. `kvgate canary run` asks that one"
+            )
+        elif strangers:
+            note = (
+                f"reuse stays off: this engine process has served {_names(strangers)} off the allowlist. Dedicate "
+                "the engine (engine.dedicated_to), restart it, then `kvgate canary run` and `pin` again, which "
+                "`[canary] every_h` does by itself"
+            )
+        return Told({"pin": asdict(pin), "strangers": strangers}, [line], [note])
 
-    return run(options, work)
+    return work
 
 
 def _unpin(options: argparse.Namespace, _: list[str]) -> int:
@@ -167,6 +187,19 @@ def _status(options: argparse.Namespace, _: list[str]) -> int:
         return Told(answer, lines, notes)
 
     return run(options, work)
+
+
+def _is_gone(pin: Pin, admin: str) -> bool:
+    """Whether a gate there is in front of another process of this very fingerprint; False where none answers."""
+    try:
+        engine = look(admin)["engine"]
+    except ValueError:
+        return False
+    return bool(engine) and engine["fingerprint"] == pin.fingerprint and engine["profile"]["instance"] != pin.instance
+
+
+def _names(strangers: list[str]) -> str:
+    return "everybody" if EVERYBODY in strangers else ", ".join(strangers)
 
 
 def who() -> str:

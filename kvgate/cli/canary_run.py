@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
+import os
 import sys
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -50,6 +52,16 @@ class _Way:
     waiting: Callable[[], Awaitable[int]]
     admin: str | None = None
     report: Callable[[SuiteResult], Awaitable[None]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A run: what was found, what to say beside it, whether it is on record, or should be and the store was out."""
+
+    result: SuiteResult
+    notes: list[str]
+    recorded: bool = False
+    is_lost: bool = False
 
 
 def add(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -100,51 +112,88 @@ def add(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(options: argparse.Namespace, _: list[str]) -> int:
     """Run the suite and tell; the exit status."""
     try:
-        result, notes, recorded = asyncio.run(_run(options))
-        if options.junit is not None:
-            options.junit.write_text(junit(result))
+        _check_writable(options)
+        done = asyncio.run(_run(options))
     except (Refused, ValueError) as error:
         return refuse("canary run", problem_of(error), 2, as_json=options.json)
     except (BadSettings, StoreUnavailable) as problem:
         return refuse("canary run", str(problem), 2, as_json=options.json)
     except OSError as error:
         return refuse("canary run", f"{error.filename} cannot be written: {error.strerror}", 2, as_json=options.json)
+    return _tell(done, options)
+
+
+def _tell(done: Done, options: argparse.Namespace) -> int:
     if options.json:
-        print(as_json(result, recorded=recorded))
+        print(as_json(done.result, recorded=done.recorded))
     else:
-        print("\n".join(lines(result)))
-        for note in notes:
+        print("\n".join(lines(done.result)))
+    if done.is_lost or not options.json:
+        for note in done.notes:
             print(note, file=sys.stderr)
-    return exit_status(result)
+    if options.junit is not None:
+        try:
+            options.junit.write_text(junit(done.result))
+        except OSError as error:
+            print(f"kvgate canary run: {options.junit} cannot be written: {error.strerror}", file=sys.stderr)
+            return 2
+    return 2 if done.is_lost else exit_status(done.result)
 
 
-async def _run(options: argparse.Namespace) -> tuple[SuiteResult, list[str], bool]:
-    """What was found, what to say beside it, and whether it is on record."""
+def _check_writable(options: argparse.Namespace) -> None:
+    """Find out before the engine is asked for minutes.
+
+    Raises:
+        OSError: what the run is to leave behind cannot be written.
+    """
+    for path in filter(None, (options.junit, options.state)):
+        if path.is_dir() or not os.access(path.parent, os.W_OK):
+            number = errno.EISDIR if path.is_dir() else errno.EACCES if path.parent.is_dir() else errno.ENOENT
+            raise OSError(number, os.strerror(number), str(path))
+
+
+async def _run(options: argparse.Namespace) -> Done:
     async with _way(options) as way:
         profile = await way.engine.discover()
+        if options.admin is not None:
+            await asyncio.to_thread(look, options.admin)  # rather now than after minutes
         file = NotesFile(options.state, profile)
         if options.fresh:
             file.forget()
         access = EngineAccess(way.engine, profile, way.ledger, way.waiting, time.monotonic)
-        result, told = await _asked(options, access, None if options.case or not file.keeps else file)
+        kept = None if options.case or not file.keeps else file
+        result, is_kept = await _asked(options, access, kept)
         if way.admin is not None:
             result = await asyncio.to_thread(_as_gate_sees_it, result, way.admin, must=options.admin is not None)
-        if way.report is None:
-            told.append("not on record, since no gate's store was named: give --config or --store to pin by it")
-        elif options.case:
-            told.append("not on record, since not every case was asked")
-        elif result.verdict is Verdict.CANNOT_TELL:
-            told.append("not on record, since it says neither")
-        else:
-            await way.report(result)
-            return result, told, True
-        return result, told, False
+        done = await _recorded(way, result, is_whole=not options.case)
+        if kept is None:
+            return done
+        if not result.why and not done.is_lost:
+            kept.forget()
+        elif is_kept:
+            done.notes.append(_kept(options.state))
+        return done
+
+
+async def _recorded(way: _Way, result: SuiteResult, *, is_whole: bool) -> Done:
+    """The result put on record, where it says something and there is one."""
+    if way.report is None:
+        return Done(result, ["not on record, since no gate's store was named: give --config or --store to pin by it"])
+    if not is_whole:
+        return Done(result, ["not on record, since not every case was asked"])
+    if result.verdict is Verdict.CANNOT_TELL:
+        return Done(result, ["not on record, since it says neither"])
+    try:
+        await way.report(result)
+    except StoreUnavailable as problem:
+        return Done(result, [f"kvgate canary run: not on record: {problem}"], is_lost=True)
+    return Done(result, [], recorded=True)
 
 
 async def _asked(
     options: argparse.Namespace, access: EngineAccess, file: NotesFile | None
-) -> tuple[SuiteResult, list[str]]:
-    """Ask, from where an interrupted run ended, where there is a file for that."""
+) -> tuple[SuiteResult, bool]:
+    """Ask, from where an interrupted run ended, where there is a file for that; whether anything is in it."""
     settings = SuiteSettings(options.time_max_s, options.depth_tokens, tuple(options.case))
     notes, keep = (Notes(), lambda _: None) if file is None else (file.read(), file.keep)
     with ProgressBar("suite") as bar:
@@ -162,13 +211,11 @@ async def _asked(
             if file is not None and notes.cases:
                 bar.say(f"interrupted; {_kept(options.state)}")
             raise
-    if file is not None and not result.why:
-        file.forget()
-    return result, [_kept(options.state)] if file is not None and result.why and notes.cases else []
+    return result, bool(notes.cases)
 
 
 def _kept(state: Path) -> str:
-    return f"what is finished is in {state}; the next run goes on from there"
+    return f"what is finished is in {state}; the next run on this engine process goes on from there"
 
 
 def _show(bar: ProgressBar, progress: Progress, settings: SuiteSettings) -> None:

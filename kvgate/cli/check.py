@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -37,6 +38,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--upstream", metavar="URL", help="the engine, http://host:port")
+    parser.add_argument("--upstream-key-env", metavar="NAME", help="the variable with the engine's own key")
     parser.add_argument("--log", metavar="FILE", help="the engine's startup log, - for standard input")
     parser.add_argument("--command", dest="line", metavar="LINE", help="its command line as one argument")
     parser.add_argument(
@@ -56,11 +58,12 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         metavar="RULE",
         help="a rule that is broken on purpose: told, but no failure; once for each",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of sentences")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one JSON object instead of sentences")
     parser.add_argument(
         "--junit", type=Path, metavar="FILE", help="write a JUnit file too, a test case for each rule"
     )
-    parser.add_argument("--github", action="store_true", help="annotations of a GitHub workflow instead of sentences")
+    form.add_argument("--github", action="store_true", help="annotations of a GitHub workflow instead of sentences")
     parser.set_defaults(run=run)
 
 
@@ -85,10 +88,14 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
 def _seen(options: argparse.Namespace, command: list[str]) -> Seen:
     if command and options.line is not None:
         raise ValueError("give the command line after --, or with --command, not both")
+    if options.line is not None and not options.line.strip():
+        raise ValueError("--command is empty: is the variable set that it came from?")
     if not command and options.line is None and options.log is None and options.upstream is None:
         raise ValueError("nothing to look at: give --upstream URL, --log FILE, or a command line after --")
     return Seen(
-        None if options.upstream is None else asyncio.run(ask_engine(options.upstream)),
+        None
+        if options.upstream is None
+        else asyncio.run(ask_engine(options.upstream, key_of(options.upstream_key_env, None))),
         None if options.log is None else facts_of(options.log),
         read_words(command) if command else None if options.line is None else read_line(options.line),
     )
@@ -118,6 +125,10 @@ def _wanted(options: argparse.Namespace) -> Wanted:
     count = None
     if tenants is not None:
         count = int(tenants) if tenants.isascii() and tenants.isdigit() else len(load_tenants(Path(tenants)))
+        if count == 0:
+            raise ValueError(
+                f"--tenants {tenants} names nobody: give how many share the engine, 1 or more, or a file of tenants"
+            )
     return Wanted(options.context_tokens_min, count, options.margin_tokens, frozenset(options.acknowledge))
 
 
@@ -128,18 +139,36 @@ def problem_of(error: Refused | ValueError) -> str:
     return f"{error.refusal.message} ({error.detail})" if error.detail else error.refusal.message
 
 
-async def ask_engine(url: str) -> EngineProfile:
-    """The profile of the engine at a URL.
+async def ask_engine(url: str, key: str | None = None) -> EngineProfile:
+    """The profile of the engine at a URL; `key` is the engine's own.
 
     Raises:
         Refused: it cannot be reached, is loading, or does not say what must be known.
         ValueError: the URL is none.
     """
-    engine = LlamaCpp(url, LlamaCppSettings(KvSettings()), time.monotonic)
+    engine = LlamaCpp(url, LlamaCppSettings(KvSettings()), time.monotonic, api_key=key)
     try:
         return await engine.discover()
     finally:
         await engine.close()
+
+
+def key_of(variable: str | None, file: Path | None) -> str | None:
+    """A key from where keys may be: arguments show in `ps`.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    if variable is not None:
+        if not (key := os.environ.get(variable)):
+            raise ValueError(f"the variable {variable} holds no key")
+        return key
+    if file is None:
+        return None
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
 
 
 def tokens(text: str) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvgate.app.explaining import CannotExplain, Explainer
+from kvgate.cli.answers import refuse
 from kvgate.cli.check import problem_of
 from kvgate.core.explain import lines_of
 from kvgate.core.profile import KvSettings
@@ -60,24 +61,20 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
     """Ask and say."""
     if (options.upstream is None) != (options.tenants is None):
         problem = "--upstream and --tenants go together: the engine, and whose limits apply"
-        return _say(problem, as_json=options.json)
+        return refuse("explain", problem, 2, as_json=options.json)
     try:
         body = sys.stdin.buffer.read() if options.body == "-" else _read(Path(options.body))
         found = _directly(options, body) if options.upstream is not None else _of_gate(options, body)
     except (CannotAsk, CannotExplain, BadSettings) as cannot:
-        return _say(str(cannot), as_json=options.json)
+        return refuse("explain", str(cannot), 2, as_json=options.json)
     except (Refused, ValueError) as error:
-        return _say(problem_of(error), as_json=options.json)
+        return refuse("explain", problem_of(error), 2, as_json=options.json)
     if found["verdict"] == "reject" and found.get("status", 400) >= 500:
-        return _say(found["message"], as_json=options.json)  # not the body's fault: nobody could judge it
-    print(json.dumps(found) if options.json else _table(found))
+        return refuse(
+            "explain", found["message"], 2, as_json=options.json
+        )  # not the body's fault: nobody could judge it
+    print(json.dumps({"ok": found["admitted"], **found}) if options.json else _table(found))
     return 0 if found["admitted"] else 1
-
-
-def _say(problem: str, *, as_json: bool) -> int:
-    said = json.dumps({"verdict": None, "problem": problem}) if as_json else f"kvgate explain: {problem}"
-    print(said, file=sys.stderr)
-    return 2
 
 
 def _read(path: Path) -> bytes:

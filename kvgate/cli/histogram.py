@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvgate.cli.answers import Told, refuse, tell
+from kvgate.cli.check import tokens
 from kvgate.cli.histogram_page import page
 from kvgate.cli.histogram_told import histogram_lines, plan_fields, plan_lines
 from kvgate.cli.store_access import add_options, nearest, run_prepared
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from kvgate.cli.store_access import Desk, Work
     from kvgate.core.plan import Planned, Requests
     from kvgate.settings import Settings
+
+SLOTS_MAX: Final = 16
+"""Of a proposed line, unless more are asked for."""
 
 LOGGED: Final = "engine log"
 """In whose name the requests of a log are told, which knows no tenants."""
@@ -75,10 +79,10 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         "--kv-log", type=Path, metavar="FILE", help="the log that tells it (default: --log, or [engine] log)"
     )
     parser.add_argument(
-        "--n-ctx-train", type=int, metavar="N", help="what the model was trained for (default: from the log)"
+        "--n-ctx-train", type=tokens, metavar="N", help="what the model was trained for (default: from the log)"
     )
     parser.add_argument(
-        "--slots-max", type=_slots, default=16, metavar="N", help="propose no more slots than that (default 16)"
+        "--slots-max", type=_slots, metavar="N", help=f"propose no more slots than that (default {SLOTS_MAX})"
     )
     add_options(parser)
     parser.set_defaults(run=run)
@@ -86,6 +90,10 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 def run(options: argparse.Namespace, _: list[str]) -> int:
     """Count, and plan where that is asked."""
+    for name in ("memory_mib", "kv_bytes_per_token", "kv_log", "n_ctx_train", "slots_max"):
+        if getattr(options, name) is not None and not options.plan:
+            flag = "--" + name.replace("_", "-")
+            return refuse(options.command, f"{flag} is for --plan: give that, too", 2, as_json=options.json)
     if options.log is not None:
         try:
             return tell(_from_log(options), as_json=options.json)
@@ -145,7 +153,11 @@ def _told(
     notes = []
     if cost is not None:
         planned = plan(
-            requests, cost.budget_bytes, cost.bytes_per_token, cost.n_ctx_train, slots_max=options.slots_max
+            requests,
+            cost.budget_bytes,
+            cost.bytes_per_token,
+            cost.n_ctx_train,
+            slots_max=options.slots_max or SLOTS_MAX,
         )
         if not planned:
             least = cost.bytes_per_token * 256 / MIB

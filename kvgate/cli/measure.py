@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvgate.cli.answers import refuse
-from kvgate.cli.check import facts_of, tokens
-from kvgate.cli.probe import key_of, say
+from kvgate.cli.check import facts_of, key_of, tokens
+from kvgate.cli.probe import say
 from kvgate.core.measured import NotAReport, compare
 from kvgate.core.profile import Topology
 from kvgate.lab.asking import CannotAsk
@@ -73,6 +73,8 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 def _run(options: argparse.Namespace, _: list[str]) -> int:
     try:
+        for path in filter(None, (options.output, options.html)):
+            _must_be_writable(path)
         report = asyncio.run(
             measure(
                 options.upstream,
@@ -94,6 +96,18 @@ def _run(options: argparse.Namespace, _: list[str]) -> int:
         return refuse("measure run", f"{error.filename}: {error.strerror}", 2, as_json=options.json)
     print(json.dumps({"ok": True, **report}) if options.json else "\n".join(_lines(report)))
     return 0
+
+
+def _must_be_writable(path: Path) -> None:
+    """Measuring takes minutes, and ends in this file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    was_there = path.exists()
+    path.open("ab").close()
+    if not was_there:
+        path.unlink()
 
 
 def _lines(report: dict[str, Any]) -> list[str]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvgate.cli.answers import refuse
-from kvgate.cli.check import tokens
+from kvgate.cli.check import key_of, tokens
 from kvgate.core.probe_verdict import Pace
 from kvgate.core.recall import RecallVerdict
 from kvgate.core.soak import ROUNDS_MIN, RULE, drifts
@@ -100,6 +99,8 @@ def _work(options: argparse.Namespace) -> Coroutine[Any, Any, tuple[dict[str, An
         raise ValueError(f"--{alone[0]} needs the engine itself: give --upstream URL")
     if options.topology and len(alone) > 1:
         raise ValueError(f"--topology and --{alone[1]} are two probes: run one after the other")
+    if options.context_tokens is not None and not options.recall:
+        raise ValueError("--context-tokens is for --recall: the other probes take the context of a slot")
     if options.topology:
         return _topology(options)
     if options.soak:
@@ -136,7 +137,7 @@ async def _recall(options: argparse.Namespace) -> tuple[dict[str, Any], list[str
 async def _soak(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     async with Asked(options.upstream, key_of(options.upstream_key_env, None)) as asked:
         known = await slots_of(asked)
-        rounds, verdicts = await soak(
+        soaked = await soak(
             asked,
             options.soak,
             Pace(options.ttft_max_s, options.tokens_per_second_min),
@@ -144,22 +145,26 @@ async def _soak(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]
             pid=options.pid or pid_of(options.upstream),
             recall_tokens=(options.context_tokens or known.n_ctx_slot) if options.recall else None,
         )
+    rounds, verdicts = soaked.rounds, soaked.verdicts
     found = drifts(rounds)
     bad = sorted({verdict.label for verdict in verdicts if not verdict.is_fine})
     few = len(rounds) < ROUNDS_MIN
     answer = {
-        "ok": False if found or bad else None if few else True,
+        "ok": False if found or bad else None if few or soaked.stopped else True,
         "rounds": [
             {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(one).items()}
             for one in rounds
         ],
         "verdicts": [verdict.label for verdict in verdicts],
         "drifts": [asdict(one) for one in found],
+        "stopped": soaked.stopped or None,
         "rule": RULE,
     }
     lines = [f"{len(rounds)} rounds: {', '.join(sorted({verdict.label for verdict in verdicts}))}"]
     lines += [f"drift: {one.sentence}" for one in found]
-    if few:
+    if soaked.stopped:
+        lines.append(f"stopped before its time: {soaked.stopped}")
+    elif few:
         lines.append(f"a drift shows from {ROUNDS_MIN} rounds on: give more minutes")
     return answer, [*lines, f"rule: {RULE}"]
 
@@ -192,7 +197,12 @@ async def _admission(options: argparse.Namespace) -> tuple[dict[str, Any], list[
             runs += await _probed(asked, pace, say, by_gate=False)
     if options.gate is not None:
         async with Asked(options.gate, key_of(options.key_env, options.key_file), name="the gate") as asked:
-            runs += await _probed(asked, pace, say, by_gate=True)
+            try:
+                runs += await _probed(asked, pace, say, by_gate=True)
+            except CannotAsk as cannot:
+                if all(found["ok"] for found in runs):
+                    raise
+                say(f"{cannot}: it was not probed; what is told above may be why")
     lines = []
     for found in runs:
         size = f"{found['prompt_tokens']} + {found['asked_tokens']} tokens"
@@ -211,24 +221,6 @@ async def _probed(asked: Asked, pace: Pace, say: Callable[[str], None], *, by_ga
         {"n_ctx_slot": known.n_ctx_slot, "total_slots": known.slots, **fields_of(found, known)}
         for found in await probe(asked, pace, say, by_gate=by_gate)
     ]
-
-
-def key_of(variable: str | None, file: Path | None) -> str | None:
-    """A key from where keys may be: arguments show in `ps`.
-
-    Raises:
-        ValueError: it is not there.
-    """
-    if variable is not None:
-        if not (key := os.environ.get(variable)):
-            raise ValueError(f"the variable {variable} holds no key")
-        return key
-    if file is None:
-        return None
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
 
 
 def _positive(text: str) -> float:

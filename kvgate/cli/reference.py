@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvgate.cli import parsers
@@ -108,9 +109,11 @@ def _metrics() -> Iterator[str]:
 
 
 def _sample_fairness(pool: KvPool) -> FairView:
-    ledger = Ledger(pool)
+    ledger = Ledger(replace(pool, tokens=2, tokens_per_slot=2))
     ledger.reserve(Reservation("a", "t", Quota(), Size(1, 1)), 0.0)
-    return ledger.fair_view(0.0)
+    view = ledger.fair_view(0.0)
+    # Some figures are there only once somebody was served.
+    return replace(view, tenants=tuple(replace(one, service_milli=1) for one in view.tenants))
 
 
 _WHAT = {
@@ -191,7 +194,7 @@ def _commands_of(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         yield "| argument | meaning |\n|---|---|"
         for action in parser._actions:  # noqa: SLF001 - argparse shows them nowhere else
             if not isinstance(action, argparse._HelpAction) and action.help != argparse.SUPPRESS:  # noqa: SLF001
-                meaning = (action.help or "").replace("%(default)s", str(action.default))
+                meaning = (action.help or "") % {"default": action.default}
                 yield f"| `{_spelled(action)}` | {meaning} |"
 
 
@@ -200,7 +203,7 @@ def _spelled(action: argparse.Action) -> str:
         name = str(action.metavar or action.dest)
         return f"[{name}]" if action.nargs == "?" else name
     flag = action.option_strings[0]
-    word = flag if action.nargs == 0 else f"{flag} {action.metavar}"
+    word = flag if action.nargs == 0 else f"{flag} {action.metavar or action.dest.upper()}"
     return word if action.required else f"[{word}]"
 
 

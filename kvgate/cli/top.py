@@ -12,6 +12,8 @@ import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING, Any, Final
 
+from kvgate.cli.answers import refuse
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -34,7 +36,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("--interval-s", type=_seconds, default=1.0, metavar="S", help="between two looks (default 1)")
     parser.add_argument("--once", action="store_true", help="one look; what happens where the output is no terminal")
-    parser.add_argument("--json", action="store_true", help="one look, as the JSON of /status")
+    parser.add_argument("--json", action="store_true", help="one look: ok, and the JSON of /status")
     parser.set_defaults(run=run)
 
 
@@ -45,11 +47,9 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
         try:
             status = look(options.admin)
         except ValueError as error:
-            problem = f"kvgate top: {error}"
-            print(json.dumps({"problem": str(error)}) if options.json else problem, file=sys.stderr)
-            return 2
+            return refuse("top", str(error), 2, as_json=options.json)
         if options.json:
-            print(json.dumps(status))
+            print(json.dumps({"ok": True, **status}))
         else:
             size = shutil.get_terminal_size() if live else os.terminal_size((10_000, 0))
             tenants = size.lines - ROWS_BESIDE_TENANTS if live else len(_tenants(status))

@@ -75,13 +75,15 @@ class CanaryState:
     """What the store says: the pins, and the tenants beside those whose own setting is `canary`.
 
     `strangers` are those whom the engine process `instance` has been there for, through any gate since it started,
-    without their being on the allowlist: names, or `EVERYBODY`.
+    without their being on the allowlist: names, or `EVERYBODY`. `dedicated_to` are all whom any gate's setting named
+    for that process.
     """
 
     pins: tuple[Pin, ...] = ()
     widened: frozenset[str] = frozenset()
     instance: str | None = None
     strangers: frozenset[str] = frozenset()
+    dedicated_to: frozenset[str] = frozenset()
 
     def pin_of(self, profile: EngineProfile) -> Pin | None:
         """The pin of this very process, if it has one."""
@@ -120,8 +122,8 @@ def why_off(
     1. The suite's own tenant has what each of its requests asks for (`asked`, a body with `cache_prompt: true`): it
        must measure before a pin.
     2. The tenant is on the allowlist. While nobody knows what the store says, nobody is.
-    3. The engine serves nobody else but tenants who are on it too, and this process never did: what anyone leaves in
-       a slot can be found by whoever may reuse (docs/adr/0001-reuse-isolation.md).
+    3. The engine serves nobody but tenants who are on it too and whom this gate names, and this process never did:
+       what anyone leaves in a slot can be found by whoever may reuse (docs/adr/0001-reuse-isolation.md).
     4. This very process is pinned: same fingerprint, same instance.
     """
     if tenant.reuse is ReusePolicy.SUITE:  # 1
@@ -130,7 +132,7 @@ def why_off(
         return "the store is out, so nobody knows what is pinned"
     if not is_listed(tenant, state):
         return "the tenant is not on the canary allowlist"
-    return _why_shared(tenant, sharers) or _why_unclean(state, profile) or _why_unpinned(state, profile)
+    return _why_shared(tenant, sharers) or _why_unclean(state, profile, sharers) or _why_unpinned(state, profile)
 
 
 def _why_shared(tenant: Tenant, sharers: Sharers) -> str | None:  # 3
@@ -141,7 +143,7 @@ def _why_shared(tenant: Tenant, sharers: Sharers) -> str | None:  # 3
     return None
 
 
-def _why_unclean(state: CanaryState, profile: EngineProfile) -> str | None:  # 3
+def _why_unclean(state: CanaryState, profile: EngineProfile, sharers: Sharers) -> str | None:  # 3
     if profile.instance is None:
         return "the engine shows nothing that tells its process from the next, so it cannot be pinned"
     if state.instance != profile.instance:
@@ -150,6 +152,11 @@ def _why_unclean(state: CanaryState, profile: EngineProfile) -> str | None:  # 3
         who = "everybody" if EVERYBODY in state.strangers else ", ".join(sorted(state.strangers))
         return (
             f"this engine process has served {who} off the allowlist, and what they said is in its slots: restart it"
+        )
+    if others := state.dedicated_to - sharers.dedicated_to:
+        return (
+            f"another gate's engine.dedicated_to names {', '.join(sorted(others))} for this engine process too: "
+            "name the same tenants at every gate of this engine, and restart the engine where one was taken out"
         )
     return None
 

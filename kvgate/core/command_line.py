@@ -88,6 +88,7 @@ _NUMBERS: Final = {
         "--spec-draft-n-max", "--draft-max", "--draft", "--draft-n", "SPEC_DRAFT_N_MAX", "DRAFT_MAX",
     ),
 }  # fmt: skip
+_NEVER_NEGATIVE: Final = frozenset({"context_tokens", "per_slot_tokens"})
 _WORDS: Final = {
     "kv_type_k": ("-ctk", "--cache-type-k", "CACHE_TYPE_K"),
     "kv_type_v": ("-ctv", "--cache-type-v", "CACHE_TYPE_V"),
@@ -190,6 +191,8 @@ def _of_value(name: str, shown: str, value: str) -> dict[str, Any]:
     if kind is int:
         if not re.fullmatch(r"-?\d{1,12}", value):
             raise BadCommandLine(f"{shown} takes a number, not {value!r}")
+        if field in _NEVER_NEGATIVE and int(value) < 0:
+            raise BadCommandLine(f"{shown} takes a number of tokens, not {value!r}")
         return {field: int(value)}
     if name in _KINDS:
         return {field: True} if value != "none" else {}

@@ -7,9 +7,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from kvgate.core.deploy import Checked, Finding, Level, Rule
+from kvgate.core.plan import PAD_TOKENS
 from kvgate.core.profile import Source, Topology
 
 if TYPE_CHECKING:
+    from kvgate.core.command_line import CommandLine
     from kvgate.core.deploy import Seen, Wanted
 
 DRAFT_TOKENS_MAX: Final = 16
@@ -83,12 +85,32 @@ class _Judge:
                     f"{one} has {slots} slots of {tokens} tokens, {other} tells of {other_slots} of {other_tokens}",
                     "give the log of the start that runs now",
                 )
-        if told and command is not None and command.slots_started != told[0][1]:
+        if told and command is not None and (difference := self._difference(command, *told[0])) is not None:
             self._error(
                 Rule.SOURCES,
-                f"{told[0][0]} has {told[0][1]} slots, the command line starts {command.slots_started}",
+                difference,
                 "restart the engine with this command line, or give the one that it was started with",
             )
+
+    def _difference(self, command: CommandLine, who: str, slots: int, tokens: int) -> str | None:
+        """What cannot come of this command line; None where all can.
+
+        1. Slots. Without `-np` older builds start one, and nothing more can be told.
+        2. The whole cache, where the log has it; a draft model's may stand in its place.
+        3. A slot: no build gives more than it rounds up, and less of a divided cache only where the model was
+           trained for less; some give less of a shared one.
+        """
+        if slots != command.slots_started:  # 1
+            is_older = (command.slots or -1) < 0 and slots == 1
+            return None if is_older else f"{who} has {slots} slots, the command line starts {command.slots_started}"
+        log, pool, least = self.seen.log, command.pool_tokens, command.n_ctx_slot_least
+        logged = None if log is None or log.is_speculating else log.pool_tokens
+        if logged is not None and pool is not None and not pool - slots < logged < pool + slots * PAD_TOKENS:  # 2
+            return f"the log has a KV cache of {logged} tokens, the command line asks for {pool}"
+        trained = None if self.seen.engine is None or command.is_unified else self.seen.engine.n_ctx_train
+        if least is None or min(least, tokens if trained is None else trained) <= tokens < least + PAD_TOKENS:  # 3
+            return None
+        return f"{who} has slots of {tokens} tokens, the command line gives each {least}"
 
     def slot_context(self) -> None:
         """The silent 1365-token deploy."""
@@ -142,9 +164,10 @@ class _Judge:
         if command is None and (log is None or not log.slots_chosen_by_engine):
             self._needs_command(Rule.PARALLEL)
         elif (command is not None and (command.slots or -1) < 0) or (command is None and log is not None):
+            given = f"-np {command.slots} is given" if command is not None and command.slots else "-np is not given"
             self._error(
                 Rule.PARALLEL,
-                "-np is not given: the engine chooses, and current builds start 4 slots that share one KV cache",
+                f"{given}: the engine chooses, and current builds start 4 slots that share one KV cache",
                 f"give {self._context_flags()} --no-kv-unified",
             )
 

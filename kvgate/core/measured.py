@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+REPORT_VERSION: Final = 1
+"""Of the format; reports of another are not compared."""
+
 VARIABLES: Final = (
     ("engine", "build"),
     ("engine", "model"),
@@ -26,6 +29,12 @@ VARIABLES: Final = (
     ("machine", "kind"),
 )
 """What may differ between two reports, by section and member; the figures themselves are what is compared."""
+
+_OF_DESKS: Final = frozenset(
+    {"engine.total_slots", "engine.n_ctx_slot", "engine.topology"}
+    | {f"{section}.{member}" for section, member in VARIABLES if section == "workload"}
+)
+"""What differs because the slots do: equal desks make it equal."""
 
 FIGURES: Final = (
     ("short", "ttft_s", "s", "lower"),
@@ -84,6 +93,10 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> Comparison:
     for report in (first, second):
         if not isinstance(report.get("engine"), dict) or not isinstance(report.get("workload"), dict):
             raise NotAReport("it has no engine and no workload; give two files of `kvgate measure run --output`")
+        if (version := report.get("report")) != REPORT_VERSION:
+            raise NotAReport(
+                f"a report has the format {version!r}, not {REPORT_VERSION}; measure again with this kvgate"
+            )
     variables = tuple(
         Difference(f"{section}.{member}", of(first, section, member), of(second, section, member))
         for section, member in VARIABLES
@@ -107,19 +120,28 @@ def _verdict(variables: Mapping[str, Difference]) -> tuple[str, tuple[str, ...]]
             f"unequal desks: {slots.first} slots of {context.first} tokens against {slots.second} of "
             f"{context.second}; parallel compares only where each slot has the same context"
         )
-        return sentence, tuple(
-            f"start with -c {desk * count} -np {count} --no-kv-unified" for count in (slots.first, slots.second)
+        others = [one for name, one in variables.items() if name not in _OF_DESKS]
+        if others:
+            sentence += f"; and {', '.join(one.name for one in others)} changed too"
+        same = ", all else as in the first report" if others else ""
+        return sentence, (
+            *(
+                f"start with -c {desk * count} -np {count} --no-kv-unified{same}"
+                for count in (slots.first, slots.second)
+            ),
+            *map(_alone, others),
         )
     if len(variables) <= 1:
         return "", ()
     names = ", ".join(variables)
     return (
         f"{len(variables)} variables changed ({names}): the comparison proves nothing about any of them",
-        tuple(
-            f"as the first report, and only {one.name} = {one.second!r} instead of {one.first!r}"
-            for one in variables.values()
-        ),
+        tuple(map(_alone, variables.values())),
     )
+
+
+def _alone(one: Difference) -> str:
+    return f"as the first report, and only {one.name} = {one.second!r} instead of {one.first!r}"
 
 
 def _figures(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[Difference, ...]:

@@ -109,7 +109,7 @@ async def probe(asked: Asked, pace: Pace, say: Callable[[str], None], *, by_gate
     """The runs: one slot, then all at once; of a gate that refuses, also what it would let in.
 
     Raises:
-        CannotAsk: the server does not answer, or is busy.
+        CannotAsk: the server does not answer, or is busy, and no run before says why.
     """
     if not by_gate:
         await refuse_busy(asked)
@@ -118,7 +118,13 @@ async def probe(asked: Asked, pace: Pace, say: Callable[[str], None], *, by_gate
     bench = _Bench(asked, known, pace, say, by_gate, await _control_loops(asked, room, say))
     runs = []
     for at_once in (1, known.slots) if known.slots > 1 else (1,):
-        runs.append(await bench.run(at_once, 2 * room))
+        try:
+            runs.append(await bench.run(at_once, 2 * room))
+        except CannotAsk as cannot:
+            if all(run.is_fine for run in runs):
+                raise
+            say(f"{cannot}: not asked further; what came before may be why")
+            break
         if Verdict.REFUSED_IN_TIME in runs[-1].verdicts:  # the engine saw nothing of it
             runs.append(await bench.run(at_once, room))
     return runs

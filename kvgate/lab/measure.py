@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import time
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
+from kvgate.core.measured import REPORT_VERSION
 from kvgate.core.profile import KvSettings, Source, Topology
 from kvgate.core.startup_log import StartupLog
 from kvgate.engines.llamacpp import LlamaCpp, LlamaCppSettings
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvgate.core.profile import EngineProfile, StartupFacts
-
-REPORT_VERSION: Final = 1
 
 
 async def measure(
@@ -58,7 +57,7 @@ async def measure(
     told = topology or (_topology_of(facts) if facts is not None else None)
     n_ctx_slot, slots = profile.n_ctx_slot.value, profile.total_slots.value
     pool_tokens = n_ctx_slot * slots if told is Topology.DIVIDED else (facts.pool_tokens if facts else None)
-    workload = workload_for(n_ctx_slot, context_tokens)
+    workload = replace(workload_for(n_ctx_slot, context_tokens), clients=slots)
     async with Asked(url, key) as asked:
         await refuse_busy(asked)
         bench = Measuring(asked, workload, pid, say)

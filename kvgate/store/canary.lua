@@ -1,10 +1,11 @@
 -- Changes who may have prefix reuse, and keeps the history of it.
 --
--- KEYS: pins (hash from process to pin), widened (set of tenants), reports (list), events (list)
--- ARGV: report REPORT REPORTS_MAX EVENTS_MAX | pin PIN PINS_MAX EVENTS_MAX | unpin FINGERPRINT INSTANCE BY WHY EVENTS_MAX
---       | widen TENANTS BY EVENTS_MAX | narrow TENANTS BY EVENTS_MAX
--- Returns the moment of a pin in Unix time; else how many pins or tenants changed.
-local pins_key, widened_key, reports_key, events_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+-- KEYS: pins (hash from process to pin), widened (set of tenants), reports (list), events (list),
+--       doubted (set of fingerprints that reused although told not to, since the suite last passed there)
+-- ARGV: report REPORT REPORTS_MAX EVENTS_MAX | pin PIN PINS_MAX EVENTS_MAX RENEW | unpin FINGERPRINT INSTANCE BY WHY
+--       EVENTS_MAX DOUBT | widen TENANTS BY EVENTS_MAX | narrow TENANTS BY EVENTS_MAX; RENEW and DOUBT: 1 or empty
+-- Returns the moment of a pin in Unix time, or why there is none: doubted, unpinned; else how many pins or tenants changed.
+local pins_key, widened_key, reports_key, events_key, doubted_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local what = ARGV[1]
 local time = redis.call('TIME')
 local now_s = tonumber(time[1]) + tonumber(time[2]) / 1e6
@@ -29,6 +30,15 @@ local function unpin(fingerprint, instance)
   return gone
 end
 
+-- Whether any process of this engine is pinned.
+local function is_pinned(fingerprint)
+  for _, text in ipairs(redis.call('HVALS', pins_key)) do
+    local readable, pin = pcall(cjson.decode, text)
+    if readable and pin.fingerprint == fingerprint then return true end
+  end
+  return false
+end
+
 -- Drops the oldest pins beyond the last `kept`.
 local function trim(kept)
   local flat, found = redis.call('HGETALL', pins_key), {}
@@ -44,7 +54,10 @@ if what == 'report' then
   local report = cjson.decode(ARGV[2])
   redis.call('LPUSH', reports_key, ARGV[2])
   redis.call('LTRIM', reports_key, 0, tonumber(ARGV[3]) - 1)
-  if report.passed then return 0 end
+  if report.passed then
+    redis.call('SREM', doubted_key, report.fingerprint)
+    return 0
+  end
   local gone = unpin(report.fingerprint, '')
   if gone > 0 then
     what = 'unpin'
@@ -53,6 +66,8 @@ if what == 'report' then
   return gone
 elseif what == 'pin' then
   local pin = cjson.decode(ARGV[2])
+  if redis.call('SISMEMBER', doubted_key, pin.fingerprint) == 1 then return 'doubted' end
+  if ARGV[5] == '1' and not is_pinned(pin.fingerprint) then return 'unpinned' end
   pin.pinned_at_s = now_s
   redis.call('HSET', pins_key, pin.fingerprint .. ' ' .. pin.instance, cjson.encode(pin))
   trim(tonumber(ARGV[3]))
@@ -60,6 +75,7 @@ elseif what == 'pin' then
   return moment
 elseif what == 'unpin' then
   local gone = unpin(ARGV[2], ARGV[3])
+  if ARGV[7] == '1' then redis.call('SADD', doubted_key, ARGV[2]) end
   if gone > 0 then tell(ARGV[2], ARGV[4], ARGV[5], tonumber(ARGV[6])) end
   return gone
 end

@@ -34,6 +34,13 @@ SERVED_TTL_S: Final = 30 * 24 * 3600
 """An engine process of which no gate was heard for so long is forgotten."""
 
 
+_NOT_PINNED: Final = {
+    "doubted": "this engine reused prefixes although it was told not to, since its suite last passed: correct its "
+    "flags (docs/reuse.md), then `kvgate canary run`",
+    "unpinned": "it was unpinned while the suite ran, and stays so",
+}
+
+
 class NotPinned(ValueError):
     """The pin was not set; the message says why."""
 
@@ -71,7 +78,9 @@ class CanaryStore:
         self._client: Any = client  # redis-py types every answer as "awaitable or not"
         self._keys = [f"{prefix}:canary:{name}" for name in ("pins", "widened", "reports", "events")]
         self._served = f"{prefix}:canary:served:"
-        self._claim_key = f"{prefix}:canary:running"
+        self._named = f"{prefix}:canary:dedicated:"
+        self._doubted = f"{prefix}:canary:doubted"
+        self._running = f"{prefix}:canary:running:"
         self._timeout_s = timeout_s
         self._change = script_of(client, "canary.lua")
 
@@ -85,11 +94,14 @@ class CanaryStore:
         """
         await self._step("report", json.dumps(asdict(report)), str(REPORTS_MAX), str(EVENTS_MAX))
 
-    async def pin(self, report: SuiteReport, by: str) -> Pin:
+    async def pin(self, report: SuiteReport, by: str, *, renew: bool = False) -> Pin:
         """Pin the engine process of a report that passed, by the store's clock.
 
+        `renew`: only while its fingerprint is pinned, so that who unpins during a run has the last word.
+
         Raises:
-            NotPinned: it did not pass, or its engine cannot be told from its successor.
+            NotPinned: it did not pass, its engine cannot be told from its successor or has reused since although it
+                was told not to; or there is no pin to renew.
             StoreUnavailable: the store failed; whether it was pinned is unknown.
         """
         if not report.passed:
@@ -99,16 +111,24 @@ class CanaryStore:
         if report.instance is None:
             raise NotPinned("the engine shows nothing that tells its process from the next, so it cannot be pinned")
         pin = Pin(report.fingerprint, report.instance, report.suite_version, report.figures, 0.0, by)
-        at_s = await self._step("pin", json.dumps(asdict(pin)), str(PINS_MAX), str(EVENTS_MAX))
+        at_s = await self._step("pin", json.dumps(asdict(pin)), str(PINS_MAX), str(EVENTS_MAX), "1" if renew else "")
+        if at_s in _NOT_PINNED:
+            raise NotPinned(_NOT_PINNED[at_s])
         return replace(pin, pinned_at_s=float(at_s))
 
-    async def unpin(self, fingerprint: str, *, by: str, why: str, instance: str | None = None) -> int:
+    async def unpin(
+        self, fingerprint: str, *, by: str, why: str, instance: str | None = None, doubt: bool = False
+    ) -> int:
         """Take pins of an engine away, of one process or of all; how many there were.
+
+        `doubt`: because it reused although it was told not to. No report from before can be pinned again.
 
         Raises:
             StoreUnavailable: the store failed; whether they are gone is unknown.
         """
-        return int(await self._step("unpin", fingerprint, instance or "", by, why, str(EVENTS_MAX)))
+        return int(
+            await self._step("unpin", fingerprint, instance or "", by, why, str(EVENTS_MAX), "1" if doubt else "")
+        )
 
     async def widen(self, tenants: Sequence[str], *, by: str, narrow: bool = False) -> int:
         """Put tenants on the allowlist, or take them off it; how many were not as asked before.
@@ -119,30 +139,57 @@ class CanaryStore:
         what = "narrow" if narrow else "widen"
         return int(await self._step(what, json.dumps(list(tenants)), by, str(EVENTS_MAX)))
 
-    async def claim(self, seconds: float) -> bool:
-        """Be the only one, of all gates, who runs the suite by schedule for so long.
+    async def claim(self, instance: str, seconds: float) -> bool:
+        """Be the only one, of all gates, who runs the suite by schedule on this engine process for so long.
 
         Raises:
             StoreUnavailable: the store failed.
         """
         with store_errors("claiming the run of the suite"):
             async with asyncio.timeout(self._timeout_s):
-                return bool(await self._client.set(self._claim_key, "1", nx=True, px=int(seconds * 1000)))
+                found = await self._client.set(self._running + _short(instance), "1", nx=True, px=int(seconds * 1000))
+        return bool(found)
 
-    async def note_strangers(self, instance: str, strangers: frozenset[str]) -> frozenset[str]:
-        """Write down whom an engine process serves off the allowlist; all that it ever served so, by any gate.
+    async def hold(self, instance: str, seconds: float) -> None:
+        """Whoever claimed it goes on, or lets nobody try for so long.
 
         Raises:
             StoreUnavailable: the store failed.
         """
-        key = self._served + hashlib.sha256(instance.encode()).hexdigest()[:32]
+        with store_errors("holding the run of the suite"):
+            async with asyncio.timeout(self._timeout_s):
+                await self._client.set(self._running + _short(instance), "1", px=int(seconds * 1000))
+
+    async def strangers(self, instance: str) -> frozenset[str]:
+        """Whom an engine process ever served off the allowlist, by any gate.
+
+        Raises:
+            StoreUnavailable: the store failed.
+        """
+        with store_errors("reading whom the engine served"):
+            async with asyncio.timeout(self._timeout_s):
+                return frozenset(map(text_of, await self._client.smembers(self._served + _short(instance))))
+
+    async def note_served(
+        self, instance: str, strangers: frozenset[str], named: frozenset[str] = frozenset()
+    ) -> tuple[frozenset[str], frozenset[str]]:
+        """Write down whom an engine process serves off the allowlist, and whom it is dedicated to.
+
+        All that any gate ever wrote down of it.
+
+        Raises:
+            StoreUnavailable: the store failed.
+        """
+        keys = self._served + _short(instance), self._named + _short(instance)
         with store_errors("noting whom the engine serves"):
             async with asyncio.timeout(self._timeout_s), self._client.pipeline(transaction=True) as pipe:
-                if strangers:
-                    pipe.sadd(key, *strangers)
-                pipe.expire(key, SERVED_TTL_S).smembers(key)
-                *_, found = await pipe.execute()
-        return frozenset(map(text_of, found))
+                for key, names in zip(keys, (strangers, named), strict=True):
+                    if names:
+                        pipe.sadd(key, *names)
+                    pipe.expire(key, SERVED_TTL_S)
+                pipe.smembers(keys[0]).smembers(keys[1])
+                *_, noted, dedicated = await pipe.execute()
+        return frozenset(map(text_of, noted)), frozenset(map(text_of, dedicated))
 
     async def state(self) -> CanaryState:
         """What is in force.
@@ -176,7 +223,7 @@ class CanaryStore:
     async def _step(self, *arguments: str) -> str:
         with store_errors("changing the pins"):
             async with asyncio.timeout(self._timeout_s):
-                return text_of(await self._change(keys=self._keys, args=arguments))
+                return text_of(await self._change(keys=[*self._keys, self._doubted], args=arguments))
 
 
 class CanaryWatch:
@@ -186,18 +233,22 @@ class CanaryWatch:
         self._store = store
         self.state: CanaryState | None = None
         """None while nobody knows what is pinned: then nobody reuses."""
-        self.serving: Callable[[CanaryState], tuple[str | None, frozenset[str]]] = lambda _: (None, frozenset())
-        """The engine process that this gate serves with, and whom off the allowlist."""
+        self.serving: Callable[[CanaryState], tuple[str | None, frozenset[str], frozenset[str]]] = lambda _: (
+            None,
+            frozenset(),
+            frozenset(),
+        )
+        """The engine process that this gate serves with, whom off the allowlist, and whom it is dedicated to."""
 
     async def refresh(self) -> None:
         """Look once, and tell the store of strangers, so that no gate lets anybody read what they leave."""
         before = self.state
         try:
             state = await self._store.state()
-            instance, strangers = self.serving(state)
+            instance, strangers, named = self.serving(state)
             if instance is not None:
-                noted = await self._store.note_strangers(instance, strangers)
-                state = replace(state, instance=instance, strangers=noted)
+                noted, dedicated = await self._store.note_served(instance, strangers, named)
+                state = replace(state, instance=instance, strangers=noted, dedicated_to=dedicated)
         except StoreUnavailable as problem:
             if before is not None:
                 _log.warning("store out, prefix reuse is off for everybody", extra={"problem": str(problem)})
@@ -213,6 +264,10 @@ class CanaryWatch:
         while True:
             await self.refresh()
             await asyncio.sleep(interval_s)
+
+
+def _short(instance: str) -> str:
+    return hashlib.sha256(instance.encode()).hexdigest()[:32]
 
 
 def _state(pins: dict[object, object], widened: set[object]) -> CanaryState:

@@ -19,13 +19,14 @@ def masked(body: bytes) -> bytes:
     """An answer, or an event's data, as if nothing had been reused; itself, byte for byte, where it shows nothing.
 
     Cached tokens are an oracle about neighbours. What they were left out of gets them back, so that prompt and input
-    are the whole prompt: `prompt_n` of llama.cpp's timings, Anthropic's `input_tokens`.
+    are the whole prompt: `prompt_n` of llama.cpp's timings, Anthropic's `input_tokens`. It is written as tightly as
+    llama.cpp writes, so that its spaces do not tell that something was taken out.
     """
     if _TOLD.search(body) is None:
         return body
     if (found := parsed(body)) is None:
         return _TOLD.sub(rb"\g<1>0", body)
-    return json.dumps(_masked(found), ensure_ascii=False).encode()
+    return json.dumps(_masked(found), ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def masked_event(events: bytes) -> bytes:
@@ -57,8 +58,8 @@ def _masked(value: Any) -> Any:
         clean["cache_read_input_tokens"] = 0
     if _figure(clean, "cache_n"):
         _mask_timings(clean)
-    if isinstance(progress := clean.get("prompt_progress"), dict) and "cache" in progress:
-        progress["cache"] = 0
+    if isinstance(progress := clean.get("prompt_progress"), dict) and _figure(progress, "cache"):
+        _mask_progress(progress)
     return clean
 
 
@@ -70,6 +71,14 @@ def _mask_timings(timings: dict[str, Any]) -> None:
     if isinstance(ms, int | float) and prompt_n and ms > 0:
         rates = {"prompt_per_token_ms": ms / prompt_n, "prompt_per_second": 1000 * prompt_n / ms}
         timings |= {name: rate for name, rate in rates.items() if name in timings}
+
+
+def _mask_progress(progress: dict[str, Any]) -> None:
+    """llama.cpp counts from what it reused on, in steps that would tell it: shown are none of it and all."""
+    progress["cache"] = 0
+    if "processed" in progress:
+        is_done = _figure(progress, "processed") >= (total := _figure(progress, "total"))
+        progress["processed"] = total if is_done else 0
 
 
 def _figure(members: dict[str, Any], name: str) -> int:

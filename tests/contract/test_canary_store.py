@@ -70,14 +70,42 @@ async def test_a_failed_suite_unpins_every_process_of_its_fingerprint(client: An
 
 
 async def test_one_gate_claims_a_run_and_no_other_until_its_time_is_over(client: Any) -> None:
-    """Gates of one store share one schedule."""
+    """Gates of one store share one schedule, for each engine process."""
     store = CanaryStore(client)
-    assert [await store.claim(60), await store.claim(60)] == [True, False]
-    await client.delete("{kvgate}:canary:running")
-    assert await store.claim(0.05)
-    async with asyncio.timeout(20):
-        await asyncio.sleep(0.1)
-        assert await store.claim(60)
+    assert [await store.claim("<one>", 60), await store.claim("<one>", 60)] == [True, False]
+    assert await store.claim("<two>", 0.05)
+    await asyncio.sleep(0.1)
+    assert await store.claim("<two>", 0.05)
+    await store.hold("<two>", 60)
+    await asyncio.sleep(0.1)
+    assert not await store.claim("<two>", 60)
+
+
+async def test_a_pin_is_renewed_only_where_there_is_one(client: Any) -> None:
+    """Of its fingerprint, so that a successor can be pinned; an operator's unpin in mid-run stays."""
+    store = CanaryStore(client)
+    with pytest.raises(NotPinned, match="unpinned while the suite ran"):
+        await store.pin(PASSED, by="schedule", renew=True)
+    await store.pin(PASSED, by="ann")
+    await store.pin(replace(PASSED, instance="<two>"), by="schedule", renew=True)
+    assert {pin.instance for pin in (await store.state()).pins} == {"<one>", "<two>"}
+
+
+async def test_an_engine_that_reused_unasked_is_not_pinned_by_what_it_passed_before(client: Any) -> None:
+    """Whether it was pinned then or not; the next run that passes makes it good, one that fails does not."""
+    store = CanaryStore(client)
+    await store.report(PASSED)
+    assert await store.unpin("f1", by="kvgate", why="3 answers in a row", doubt=True) == 0
+    for renew in (False, True):
+        with pytest.raises(NotPinned, match="reused prefixes although it was told not to"):
+            await store.pin(PASSED, by="ann", renew=renew)
+    await store.pin(replace(PASSED, fingerprint="f2"), by="ann")
+    await store.report(replace(PASSED, passed=False, cases_failed=1))
+    with pytest.raises(NotPinned, match="although it was told not to"):
+        await store.pin(PASSED, by="ann")
+    await store.report(PASSED)
+    assert await store.unpin("f1", by="ann", why="an exercise") == 0
+    assert (await store.pin(PASSED, by="ann")).fingerprint == "f1"
 
 
 async def test_an_unpin_tells_how_many_and_why(client: Any) -> None:
@@ -130,11 +158,17 @@ async def test_what_another_version_wrote_is_no_pin(client: Any) -> None:
 async def test_whom_a_process_served_is_never_forgotten_while_a_gate_looks(client: Any) -> None:
     """Every gate reads what any of them wrote; another process is clean."""
     store = CanaryStore(client)
-    assert await store.note_strangers("<one>", frozenset()) == frozenset()
-    assert await store.note_strangers("<one>", frozenset({"beta"})) == {"beta"}
-    assert await store.note_strangers("<one>", frozenset({"*"})) == {"beta", "*"}
-    assert await store.note_strangers("<one>", frozenset()) == {"beta", "*"}
-    assert await store.note_strangers("<two>", frozenset()) == frozenset()
+    nobody: frozenset[str] = frozenset()
+    first = frozenset({"beta"}), frozenset({"acme"})
+    everyone = frozenset({"beta", "*"}), frozenset({"acme", "gamma"})
+    assert await store.note_served("<one>", nobody) == (nobody, nobody)
+    assert await store.note_served("<one>", *first) == first
+    assert await store.note_served("<one>", frozenset({"*"}), frozenset({"gamma"})) == everyone
+    assert await store.note_served("<one>", nobody) == everyone
+    assert await store.note_served("<two>", nobody) == (nobody, nobody)
+    assert [await store.strangers(instance) for instance in ("<one>", "<two>")] == [everyone[0], nobody]
+    (key,) = await client.keys("*dedicated*")
+    assert SERVED_TTL_S - 60 < await client.ttl(key) <= SERVED_TTL_S
     (key,) = await client.keys("*served*")
     assert SERVED_TTL_S - 60 < await client.ttl(key) <= SERVED_TTL_S
 
@@ -147,8 +181,8 @@ def strangers_of(gate: CanaryWatch) -> set[str]:
 async def test_a_gate_that_looks_tells_whom_it_serves(client: Any) -> None:
     """With the allowlist as it is now, so that who was just put on it is no stranger."""
     gates = [CanaryWatch(CanaryStore(client)) for _ in range(2)]
-    gates[0].serving = lambda state: ("<one>", frozenset({"beta"}) - state.widened)
-    gates[1].serving = lambda _: ("<one>", frozenset())
+    gates[0].serving = lambda state: ("<one>", frozenset({"beta"}) - state.widened, frozenset())
+    gates[1].serving = lambda _: ("<one>", frozenset(), frozenset())
     await CanaryStore(client).widen(["beta"], by="ann")
     for gate in gates:
         await gate.refresh()

@@ -66,9 +66,9 @@ async def store_of(gate: RunningGate) -> AsyncIterator[CanaryStore]:
         await embedded.stop()
 
 
-async def until_reuse(gate: RunningGate, tenant: str, *, on: bool) -> dict[str, Any]:
+async def until_reuse(gate: RunningGate, tenant: str, *, on: bool, within_s: float = 30) -> dict[str, Any]:
     """Wait until the gate says that a tenant has reuse, or has none."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + within_s
     while True:
         told: dict[str, Any] = (await asyncio.to_thread(gate.status))["reuse"]
         if (told["tenants"].get(tenant) == "on") is on:

@@ -9,7 +9,7 @@ import pytest
 
 from kvgate.lab.engine_process import EngineProcess
 from kvgate.store.embedded import EmbeddedValkey
-from tests.e2e.canaries import REUSE_OFF, Talk, command, pinned, record, restarted, until_reuse
+from tests.e2e.canaries import REUSE_OFF, Talk, command, pinned, record, restarted, store_of, until_reuse
 from tests.e2e.conftest import TABLES
 from tests.e2e.one_layer import one_layer
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.e2e.conftest import RunningGate, StartGate
+    from tests.e2e.conftest import RunningGate, StartEngine, StartGate
 
 pytestmark = pytest.mark.engine
 
@@ -151,3 +151,24 @@ async def test_an_engine_that_served_others_has_no_reuse_until_it_is_restarted(
     await pinned(gate, "acme")
     assert (await Talk(gate.url, "sk-acme", "after").turn()).headers["x-kvgate-reuse"] == "on"
     await embedded.stop()
+
+
+@pytest.mark.timeout(600)
+async def test_the_schedule_tries_a_successor_in_one_of_two_workers(
+    start_engine: StartEngine, start_gate: StartGate
+) -> None:
+    """Nobody runs anything by hand: a pinned engine's successor is asked, passes, is pinned, and reuses."""
+    engine = await asyncio.to_thread(start_engine, "-c", "1024", "-np", "2", "--no-kv-unified", *REUSE_OFF)
+    config = f"{CONFIG}[canary]\nevery_h = 24\n"
+    gate = await asyncio.to_thread(start_gate, engine.url, tenants=TENANTS, config=config, flags=["--workers", "2"])
+    await record(gate, pin=True)
+    await restarted(gate, engine)
+    told = await until_reuse(gate, "acme", on=True, within_s=500)
+    assert told["pin"]["by"] == "kvgate canary schedule"
+    async with store_of(gate) as store:
+        reports = (await store.view()).reports
+    assert [report.instance == told["pin"]["instance"] for report in reports] == [True, False]
+    assert len(gate.log_lines("the reuse suite has run")) == 1
+    talk = Talk(gate.url, "sk-acme", "schedule")
+    assert [(await talk.turn()).headers["x-kvgate-reuse"] for _ in range(2)] == ["on", "on"]
+    assert talk.cached_tokens > 50

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -80,6 +83,17 @@ def test_each_source_alone_fails_a_slot_that_is_too_small(careful: EngineProcess
     assert "-c 1026 -np 2 (context = slots x tokens per slot: 2 x 513)" in done.stdout
 
 
+def test_an_engine_with_a_key_of_its_own_is_asked_with_it(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it the check cannot tell; the key itself stands in no argument."""
+    engine = start_engine("-c", "256", "-np", "1", "--api-key", "sk-engine")
+    asked = ["--context-tokens-min", "256", "--upstream", engine.url]
+    assert check(*asked).returncode == 2
+    monkeypatch.setenv("ENGINE_KEY", "sk-engine")
+    assert check(*asked, "--upstream-key-env", "ENGINE_KEY").returncode == 0
+
+
 def test_the_defaults_of_llama_server_fail(careless: EngineProcess) -> None:
     """Four slots that promise 1024 tokens each out of 1024, and caches that nobody chose."""
     log, command = ["--log", str(careless.log_path)], ["--", *command_of(careless)]
@@ -101,6 +115,24 @@ def test_what_is_acknowledged_does_not_fail(careless: EngineProcess) -> None:
     assert done.stdout.count("::notice title=kvgate check%3A ") == 2
 
 
+def test_the_command_line_of_a_larger_start_is_noticed(careful: EngineProcess) -> None:
+    """As many slots, and four times the context: written down, and never restarted."""
+    command = [word if word != "1024" else "4096" for word in command_of(careful)]
+    for source in (["--upstream", careful.url], ["--log", str(careful.log_path)]):
+        done = check("--context-tokens-min", "512", "--json", *source, "--", *command)
+        assert (done.returncode, broken(done)) == (1, {"sources-disagree"})
+
+
+def test_a_reader_that_has_read_enough_is_no_fault() -> None:
+    """`kvgate check ... | head -0`: no traceback."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "kvgate", "check", "--context-tokens-min", "1", "--", "llama-server"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_another_starts_log_is_noticed(careful: EngineProcess, careless: EngineProcess) -> None:
     done = check("--context-tokens-min", "1", "--upstream", careful.url, "--log", str(careless.log_path), "--json")
     assert done.returncode == 1
@@ -113,6 +145,7 @@ def test_another_starts_log_is_noticed(careful: EngineProcess, careless: EngineP
         (["--upstream", "http://127.0.0.1:1"], "cannot be reached"),
         (["--log", "/nowhere/engine.log"], "No such file"),
         (["--log", "-"], "no start that was completed"),
+        (["--command", " "], "is empty"),
         (["--", "llama-server", "-c", "many"], "takes a number"),
         ([], "nothing to look at"),
     ],

@@ -129,7 +129,10 @@ def test_what_cannot_be_measured_is_exit_2(divided: EngineProcess, tmp_path: Pat
     (tmp_path / "x.json").write_text("{}")
     no_report = kvgate("measure", "compare", str(tmp_path / "x.json"), str(tmp_path / "x.json"))
     gone = kvgate("measure", "compare", str(tmp_path / "y.json"), str(tmp_path / "x.json"))
+    nowhere = kvgate("measure", "run", "--upstream", divided.url, "--output", str(tmp_path / "no" / "a.json"))
+    assert "== " not in nowhere.stderr, "it measured for minutes, and then could not write"
     for done, says in (
+        (nowhere, "No such file"),
         (wrong, "of another start"),
         (far, "more than a slot has (256)"),
         (nobody, "cannot be reached"),

@@ -154,6 +154,7 @@ def test_a_busy_engine_is_left_alone(divided: EngineProcess, more: Sequence[str]
         (["--gate", "http://127.0.0.1:1", "--key-env", "NO_SUCH_VARIABLE"], "holds no key"),
         (["--gate", "http://127.0.0.1:1", "--topology"], "needs the engine itself"),
         (["--upstream", "http://127.0.0.1:1", "--topology", "--recall"], "two probes"),
+        (["--upstream", "http://127.0.0.1:1", "--context-tokens", "512"], "is for --recall"),
         (["--upstream", "http://127.0.0.1:1", "--recall"], "does not answer"),
         (["--upstream", "http://127.0.0.1:1", "--soak", "1"], "does not answer"),
     ],
@@ -342,6 +343,35 @@ def test_memory_that_grows_with_every_round_is_a_drift(hoarded_mib: int, *, drif
 
 def test_a_bad_verdict_fails_a_soak_however_short() -> None:
     assert soaked(answers(WORDS[:3], truncated=False), minutes=0.0001).returncode == 1
+
+
+def dying(engine: FakeEngine, healthy_answers: int) -> Reply:
+    """Healthy at first; then an answer breaks off, and nothing is answered any more."""
+    left = [healthy_answers]
+
+    async def reply(exchange: Exchange) -> None:
+        left[0] -= 1
+        engine.loading = left[0] < 0
+        await answers(WORDS[:20], problem="out of memory")(exchange) if engine.loading else await healthy(exchange)
+
+    healthy = answers(WORDS)
+    return reply
+
+
+def test_an_engine_that_dies_under_a_soak_fails_it() -> None:
+    """The rounds before are told, and the one that it died of."""
+    with Planted(answers(WORDS)) as engine:
+        engine.always["/completion"] = dying(engine, 2)
+        done = probe("--upstream", engine.url, "--soak", "5")
+    assert (done.returncode, done.json["verdicts"]) == (1, ["ends-by-context"] * 2 + ["aborts"])
+    assert "/slots" in done.json["stopped"]
+
+
+def test_an_engine_that_dies_of_the_admission_test_fails_it() -> None:
+    with Planted(answers(WORDS)) as engine:
+        engine.always["/completion"] = dying(engine, 1)  # the short prompt before
+        done = probe("--upstream", engine.url)
+    assert (done.returncode, [one for *_, one in verdicts(done)]) == (1, ["aborts"])
 
 
 def test_a_soak_of_a_real_engine_watches_its_process(divided: EngineProcess) -> None:

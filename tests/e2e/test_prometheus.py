@@ -147,7 +147,7 @@ async def _forever(gate: RunningGate) -> None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(post(gate.url, body, key="sk-cyd"), 1)
 
-    over_and_over = chat("Say it.", logit_bias=[[" responsibilities", 100]], max_tokens=70, stream=True)
+    over_and_over = chat("Say it.", logit_bias=[[" responsibilities", 100]], max_tokens=200, stream=True)
     await asyncio.gather(again(), again(), leave(), post(gate.url, over_and_over, key="sk-eve"))
 
 

@@ -47,6 +47,7 @@ def test_a_listed_tenant_of_a_dedicated_pinned_engine_reuses() -> None:
         ({"state": CanaryState((PIN,))}, "just been replaced"),
         ({"state": replace(PINNED, strangers=frozenset({"beta"}))}, "has served beta off the allowlist.*restart it"),
         ({"state": replace(PINNED, strangers=frozenset({"beta", EVERYBODY}))}, "has served everybody"),
+        ({"state": replace(PINNED, dedicated_to=frozenset({"acme", "beta"}))}, "another gate's .*beta.*restart"),
         ({"sharers": Sharers()}, "not dedicated"),
         ({"sharers": Sharers(frozenset({"beta"}))}, "not dedicated"),
         ({"sharers": Sharers(frozenset({"acme", "beta"}), frozenset({"beta"}))}, "also serves .*beta"),

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvgate.cli import main
+from kvgate.cli.canary_run import Done
 from kvgate.core.canary import Figures, SuiteReport
+from kvgate.core.reuse_suite import CaseResult, Outcome, SuiteResult, result_of
 from kvgate.core.tenant import ReusePolicy, Tenant
 from kvgate.store.canary import CanaryStore
 from kvgate.store.client import connect
 from kvgate.store.embedded import EmbeddedValkey
+from kvgate.store.errors import StoreUnavailable
 from kvgate.store.registry import DeclaredTenant, Registry
+from tests.unit.doubles import profile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from pathlib import Path
+
+    from kvgate.core.profile import EngineProfile
+    from kvgate.lab.reuse_suite import Notes
 
 PASSED = SuiteReport("f1e2", "<one>", 3, True, 12, 0, Figures(0.01, 0.02, 0.75, 0.5), 1_700_000_000.0)
+RESULT = result_of(profile(), depth_tokens=1, noise_nats=0.0, cases=[CaseResult("chain", Outcome.PASSED)])
 FAILED = replace(PASSED, fingerprint="dead", passed=False, cases_failed=2)
 
 
@@ -74,7 +85,13 @@ class Canary:
 
 
 @pytest.fixture
-def canary(store: str, capsys: pytest.CaptureFixture[str]) -> Canary:
+def canary(store: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Canary:
+    """No gate answers beside it."""
+
+    def nobody(admin: str) -> Any:
+        raise ValueError(admin)
+
+    monkeypatch.setattr("kvgate.cli.canary_pins.look", nobody)
     return Canary(store, capsys)
 
 
@@ -115,6 +132,36 @@ def test_a_pin_is_told_with_its_evidence_and_taken_away_with_its_reason(canary: 
     assert (event["what"], event["subject"], event["why"]) == ("unpin", "f1e2", "an exercise")
 
 
+def test_a_pin_that_changes_nothing_says_so(canary: Canary, store: str) -> None:
+    """The process has served others: it needs a restart, and the suite again."""
+
+    async def serve_everybody() -> None:
+        async with connect(store) as client:
+            await CanaryStore(client).note_served("<one>", frozenset({"*"}))
+
+    report(store, PASSED)
+    assert canary.json("pin")["strangers"] == []
+    asyncio.run(serve_everybody())
+    status, out, err = canary("pin")
+    assert (status, "pinned: engine f1e2" in out) == (0, True)
+    assert "reuse stays off: this engine process has served everybody off the allowlist" in err
+    assert "within a second" not in err
+
+
+@pytest.mark.parametrize(("engine", "is_on"), [("f1e2 <one>", True), ("f1e2 <two>", False), ("f3 <two>", True)])
+def test_a_pin_of_a_process_that_is_gone_says_so(
+    canary: Canary, store: str, engine: str, is_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a gate of this configuration answers it is known; a gate of another engine says nothing of it."""
+    fingerprint, instance = engine.split()
+    seen = {"engine": {"fingerprint": fingerprint, "profile": {"instance": instance}}}
+    monkeypatch.setattr("kvgate.cli.canary_pins.look", lambda _: seen)
+    report(store, PASSED)
+    status, _, err = canary("pin")
+    assert status == 0
+    assert ("within a second" in err, "another engine process" in err) == (is_on, not is_on)
+
+
 def test_the_allowlist_takes_tenants_that_there_are(canary: Canary) -> None:
     status, _, err = canary("widen", "beta", "bata")
     assert (status, "there is no tenant 'bata'; did you mean beta?" in err) == (1, True)
@@ -136,3 +183,66 @@ def test_status_shows_all_of_it(canary: Canary, store: str) -> None:
     assert (status, err) == (0, "")
     for said in ("f1e2", "2 of 12 failed", "passed", 'acme (reuse = "canary")', "widened:   beta", "widen"):
         assert said in out
+
+
+@pytest.mark.parametrize(
+    ("option", "path", "why"),
+    [("--junit", "gone/report.xml", "No such file"), ("--junit", ".", "directory"), ("--state", ".", "directory")],
+)
+def test_what_cannot_be_written_is_told_before_the_engine_is_asked(
+    option: str, path: str, why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after minutes of a run whose result is lost with it."""
+    monkeypatch.setattr("kvgate.cli.canary_run._run", None)
+    assert main(["canary", "run", "--upstream", "http://127.0.0.1:9", option, path]) == 2
+    said = capsys.readouterr()
+    assert (said.out, why in said.err, path in said.err) == ("", True, True)
+
+
+def test_a_report_that_cannot_be_written_does_not_lose_the_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table is told first; 2, since CI looks for the file."""
+
+    async def done(options: Any) -> Done:
+        options.junit.mkdir()
+        return Done(RESULT, [])
+
+    monkeypatch.setattr("kvgate.cli.canary_run._run", done)
+    given = ["--upstream", "http://127.0.0.1:9", "--state", str(tmp_path / "s"), "--junit", str(tmp_path / "r.xml")]
+    assert main(["canary", "run", *given]) == 2
+    said = capsys.readouterr()
+    assert ("suite version" in said.out, "r.xml cannot be written" in said.err) == (True, True)
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_store_that_is_out_at_the_end_does_not_lose_the_result(
+    as_json: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told, 2 says that it is not on record, and what was found is kept for the next run."""
+    state = tmp_path / "state.json"
+
+    async def report(_: SuiteResult) -> None:
+        raise StoreUnavailable("the store does not answer")
+
+    class Engine:
+        async def discover(self) -> EngineProfile:
+            return profile()
+
+    @asynccontextmanager
+    async def way(_: object) -> AsyncIterator[SimpleNamespace]:
+        yield SimpleNamespace(engine=Engine(), ledger=None, waiting=None, admin=None, report=report)
+
+    async def suite(*_: object, notes: Notes, keep: Callable[[Notes], None], **__: object) -> SuiteResult:
+        notes.cases["chain"] = RESULT.cases[0]
+        keep(notes)
+        return RESULT
+
+    monkeypatch.setattr("kvgate.cli.canary_run._way", way)
+    monkeypatch.setattr("kvgate.cli.canary_run.run_suite", suite)
+    given = ["--upstream", "http://127.0.0.1:9", "--state", str(state), *(["--json"] if as_json else [])]
+    assert main(["canary", "run", *given]) == 2
+    said = capsys.readouterr()
+    assert ("passed" in said.out, "not on record: the store does not answer" in said.err) == (True, True)
+    assert "the next run on this engine process goes on from there" in said.err
+    assert "chain" in state.read_text()

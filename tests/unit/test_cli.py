@@ -142,6 +142,14 @@ def test_check_of_an_engine_that_is_loading(engine: FakeEngine, capsys: pytest.C
     assert "loading its model" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("said", ["0", "none.toml"])
+def test_check_of_an_engine_that_nobody_shares(said: str, engine: FakeEngine, tmp_path: Path, capsys: Any) -> None:
+    """Neither the number nor the file can be meant."""
+    (tmp_path / "none.toml").write_text("")
+    assert check(engine.url, 512, "--tenants", said if said == "0" else str(tmp_path / said)) == 2
+    assert "names nobody" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("url", ["localhost:8080", "ftp://x", "http://x:99999", ""])
 def test_check_of_what_is_no_url(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(url, 512) == 2
@@ -156,6 +164,7 @@ def test_check_of_what_is_no_url(url: str, capsys: pytest.CaptureFixture[str]) -
         ["check", "--upstream", NOBODY, "--context-tokens-min", "0"],
         ["check", "--upstream", NOBODY, "--context-tokens-min", "-5"],
         ["check", "--upstream", NOBODY, "--context-tokens-min", "many"],
+        ["check", "--upstream", NOBODY, "--context-tokens-min", "5", "--json", "--github"],
         ["check", "--up", NOBODY, "--context-tokens-min", "5"],
         ["check", "--upstream", NOBODY, "--context-tokens-min", "5", "--acknowledge", "everything"],
         ["explain", "-", "--tenant", "x", "--", "llama-server"],
@@ -165,6 +174,44 @@ def test_check_of_what_is_no_url(url: str, capsys: pytest.CaptureFixture[str]) -
 )
 def test_a_command_line_that_means_nothing_is_told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: kvgate" in refused(arguments, capsys)
+
+
+JSON_MISUSED = {
+    "check": ["check", "--json"],
+    "probe": ["probe", "--json"],
+    "measure run": ["measure", "run", "--json", "--rounds", "many"],
+    "measure compare": ["measure", "compare", "--json"],
+    "explain": ["explain", "--json"],
+    "top": ["top", "--json", "--interval-s", "-1"],
+    "tenants apply": ["tenants", "apply", "--json"],
+    "tenants show": ["tenants", "show", "--json"],
+    "tenants list": ["tenants", "list", "--json", "--what"],
+    "tenants remove": ["tenants", "remove", "--json"],
+    "keys create": ["keys", "create", "--json"],
+    "keys list": ["keys", "list", "--json", "more"],
+    "keys revoke": ["keys", "revoke", "--json"],
+    "histogram": ["histogram", "--json", "--what"],
+    "report": ["report", "--json"],
+    "canary run": ["canary", "run", "--json"],
+    "canary status": ["canary", "status", "--json", "more"],
+    "canary widen": ["canary", "widen", "--json"],
+    "canary": ["canary", "--json"],
+    "none": ["nothing", "--json"],
+}
+
+
+@pytest.mark.parametrize("arguments", JSON_MISUSED.values(), ids=JSON_MISUSED)
+def test_whatever_a_program_asked_wrongly_is_told_as_json(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One object with `ok` and `problem` on standard error, nothing else; exit status 2."""
+    try:
+        status = main(arguments)
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    said = capsys.readouterr()
+    told = json.loads(said.err)
+    assert (status, said.out, told["ok"], bool(told["problem"])) == (2, "", None, True)
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -381,13 +428,16 @@ def test_explain_says_no_with_what_would_fit(explain: Explain) -> None:
 def test_explain_says_what_is_clamped_as_json_too(explain: Explain) -> None:
     status, out, _ = explain(BODY | {"max_tokens": 5000}, "--json", tenant="calm")
     found = json.loads(out)
-    assert (status, found["verdict"], found["asked_output_tokens"]) == (0, "clamp", 5000)
+    assert (status, found["ok"], found["verdict"], found["asked_output_tokens"]) == (0, True, "clamp", 5000)
     assert found["output_limit"] == found["output_tokens_max"] == 512 - 33
 
 
 def test_explain_says_what_is_malformed(explain: Explain) -> None:
     status, out, _ = explain("{")
     assert (status, "reject (malformed)" in out) == (1, True)
+    status, out, _ = explain("{", "--json")
+    found = json.loads(out)
+    assert (status, found["ok"], found["reason"]) == (1, False, "malformed")
 
 
 def test_explain_that_cannot_ask_exits_2_and_says_what_to_do(
@@ -411,4 +461,4 @@ def test_explain_that_cannot_ask_exits_2_and_says_what_to_do(
         assert main(["explain", *arguments, "--tenant", "acme"]) == 2
         assert words in capsys.readouterr().err
     assert main(["explain", str(body), "--admin", NOBODY, "--tenant", "acme", "--json"]) == 2
-    assert json.loads(capsys.readouterr().err)["verdict"] is None
+    assert list(json.loads(capsys.readouterr().err)) == ["ok", "problem"]

@@ -60,6 +60,7 @@ def test_what_a_command_line_says(line: str, said: CommandLine) -> None:
     [
         "llama-server -c",
         "llama-server -c many",
+        "llama-server -c -4096",
         "llama-server -np 2.5",
         "LLAMA_ARG_KV_UNIFIED=maybe",
         "llama-server 'x",

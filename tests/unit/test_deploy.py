@@ -9,6 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import kubernetes_validate
 import pytest
@@ -204,6 +205,40 @@ def test_what_selects_pods_selects_the_gates() -> None:
     services = manifests("Service")
     chosen = [name for name, one in services.items() if monitored.items() <= one["metadata"]["labels"].items()]
     assert chosen == ["kvgate-admin"]
+
+
+def test_the_autoscaler_alone_says_how_many_there_are() -> None:
+    """A file that is applied again does not end the gates that the autoscaler added."""
+    assert "replicas" not in manifests("Deployment")["kvgate"]["spec"]
+    scaler = manifests("HorizontalPodAutoscaler")["kvgate"]["spec"]
+    assert scaler["scaleTargetRef"]["name"] == "kvgate"
+    assert scaler["minReplicas"] >= 2
+
+
+def test_a_node_can_be_drained_while_the_engine_is_gone() -> None:
+    """No gate is ready then, and a budget that counts ready pods would hold every one of them for ever."""
+    assert manifests("PodDisruptionBudget")["kvgate"]["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
+def test_every_way_that_is_needed_is_open() -> None:
+    """Tenants and Prometheus to the gates; gates to engine, store and names."""
+    gate = manifests("NetworkPolicy")["kvgate"]["spec"]
+    ways_in = {port["port"]: rule.get("from") for rule in gate["ingress"] for port in rule["ports"]}
+    container = manifests("Deployment")["kvgate"]["spec"]["template"]["spec"]["containers"][0]
+    assert set(ways_in) == {port["containerPort"] for port in container["ports"]}
+    assert ways_in[8600] is None
+    assert ways_in[8601] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    ways_out = {
+        (to["podSelector"]["matchLabels"]["app.kubernetes.io/name"], port["port"])
+        for rule in gate["egress"]
+        for to in rule["to"]
+        if "podSelector" in to
+        for port in rule["ports"]
+    }
+    settings = tomllib.loads(manifests("ConfigMap")["kvgate"]["data"]["kvgate.toml"])
+    engine, store = (urlsplit(settings[name]["url"]) for name in ("engine", "store"))
+    assert ways_out == {(engine.hostname, engine.port), (store.hostname, store.port)}
+    assert {port["port"] for rule in gate["egress"] for port in rule["ports"]} >= {53}
 
 
 def test_only_gates_reach_engine_and_store() -> None:

@@ -115,10 +115,38 @@ def test_an_engine_alone_tells_of_its_slots_and_of_nothing_else() -> None:
         Seen(engine(slots=6), LOG),
         Seen(engine(slots=6), command=read_line(GOOD)),
         Seen(log=replace(LOG, n_slots=6), command=read_line(GOOD)),
+        Seen(engine(4096), command=read_line(GOOD)),
+        Seen(engine(1024, n_ctx_train=4096), command=read_line(GOOD)),
+        Seen(log=replace(LOG, pool_tokens=4096), command=read_line(GOOD)),
+        Seen(log=replace(LOG, n_ctx_slot=2304), command=read_line(GOOD)),
     ],
 )
 def test_sources_of_different_starts_are_told(seen: Seen) -> None:
+    """By the slots, by the whole cache, by what a slot has."""
     assert "sources-disagree" in broken(check(seen, Wanted(1)))
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        Seen(engine(2048, n_ctx_train=2048), command=read_line(GOOD.replace("8192", "16384"))),
+        Seen(engine(512), command=read_line(GOOD.replace("-c 8192", "-c 1500"))),
+        Seen(log=replace(LOG, n_ctx_slot=512, pool_tokens=2048), command=read_line(GOOD.replace("8192", "1500"))),
+        Seen(log=replace(LOG, n_slots=1), command=read_line(GOOD.replace("-np 4", ""))),
+        Seen(log=replace(LOG, pool_tokens=2048, is_speculating=True), command=read_line(GOOD + " -md draft.gguf")),
+        Seen(engine(2048), command=read_line(GOOD.replace("--no-kv-unified", "--kv-unified"))),
+    ],
+)
+def test_what_one_command_line_makes_of_itself_is_one_start(seen: Seen) -> None:
+    """A slot that the model's training caps, or the build rounds up; one slot by default; a draft model's cache."""
+    assert "sources-disagree" not in broken(check(seen, Wanted(1)))
+
+
+@pytest.mark.parametrize(("flag", "given"), [("-np -1", "-np -1 is given"), ("", "-np is not given")])
+def test_the_number_of_slots_is_told_as_it_stands(flag: str, given: str) -> None:
+    line = GOOD.replace("-np 4", flag)
+    found = next(one for one in of_line(line).findings if one.rule is Rule.PARALLEL)
+    assert found.sentence.startswith(given)
 
 
 def test_a_model_that_was_trained_for_less_is_no_matter_of_flags() -> None:

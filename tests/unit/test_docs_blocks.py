@@ -15,6 +15,7 @@ import pytest
 
 from deploy.alerts import ALERTS, RUNBOOK
 from kvgate.cli import parsers
+from kvgate.cli.reference import reference
 from kvgate.settings import load, load_tenants
 
 ROOT = Path(__file__).parents[2]
@@ -151,6 +152,26 @@ def test_every_alert_has_its_section_and_every_section_its_alert() -> None:
     for alert in ALERTS:
         link = alert.rule()["annotations"]["runbook"]
         assert link.partition("#")[2] in anchors(runbook)
+
+
+def test_every_metric_that_a_document_names_is_one() -> None:
+    """By the reference, which is made from the code; recordings and what Prometheus appends are not looked for."""
+    known = set(re.findall(r"^\| `(kvgate_\w+)` \|", reference(), re.MULTILINE))
+    assert known
+    for path in DOCUMENTS:
+        named = set(re.findall(r"`(kvgate_[a-z_]+)(?:\{[^`]*\})?(?: 1)?`", path.read_text()))
+        assert named <= known | {name.removesuffix("_total") for name in known}, path
+
+
+def test_what_the_runbook_looks_for_in_the_log_is_written_there() -> None:
+    """Errors by their own words, and members of a request's line by name."""
+    logs = (ROOT / "kvgate/log.py").read_text()
+    runbook = (ROOT / RUNBOOK).read_text()
+    errors = re.findall(r"log's error `([^`]+)`", " ".join(runbook.split()))
+    assert len(errors) == 2
+    for words in (*errors, "request_id", "cached_tokens", "prompt_tokens", "used_prompt_tokens", "ended_by_context"):
+        assert f'"{words}"' in logs, words
+        assert f"`{words}`" in " ".join(runbook.split()), words
 
 
 def test_the_evidence_that_security_names_is_there() -> None:

@@ -77,6 +77,31 @@ def test_memory_is_bounded_where_events_never_end() -> None:
     assert most < generated.EVENT_BYTES_MAX + 2 * generated.LOOK_BYTES
 
 
+def test_one_long_read_costs_no_more_than_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fast engine's read holds hundreds of events; of text that is new, a part is read all the same."""
+    read_bytes: list[int] = []
+    text = StreamWatch._text
+
+    def counted(watch: StreamWatch, data: bytes) -> str:
+        read_bytes.append(len(data))
+        return text(watch, data)
+
+    monkeypatch.setattr(StreamWatch, "_text", counted)
+    events = [event("content", f"{at * 7919:x} ") for at in range(4000)]
+    watch = StreamWatch(CONTENT, 1)
+    for at in range(0, len(events), 800):
+        watch.take(b"".join(events[at : at + 800]))
+    assert watch.look() is None
+    assert 0 < sum(read_bytes) < sum(map(len, events)) * 2 * generated.LOOK_BYTES / generated.PERIOD_BYTES
+
+
+def test_a_loop_within_one_long_read_is_found() -> None:
+    """Though its end is new again."""
+    fine = [event("content", f"{at * 7919:x} ") for at in range(500)]
+    watch = StreamWatch(CONTENT, 1)
+    assert watch.take(b"".join([*fine, *looping(), *fine])) is Loop.TEXT
+
+
 def test_a_stream_without_text_is_no_loop() -> None:
     watch = StreamWatch((), 1)
     for one in looping():

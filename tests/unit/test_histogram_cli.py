@@ -137,6 +137,9 @@ def test_the_page_is_whole_in_itself(kvgate: Commands, tmp_path: Path) -> None:
         (("--html", "no/where.html"), 2, "no/where.html cannot be written"),
         (("--plan", "--memory-mib", "-1"), 2, "is not a number above 0"),
         (("--plan", "--slots-max", "0"), 2, "is not a number from 1 to 64"),
+        (("--plan", "--n-ctx-train", "-5"), 2, "is not a number of tokens"),
+        (("--memory-mib", "100"), 2, "is for --plan"),
+        (("--slots-max", "4"), 2, "is for --plan"),
     ],
 )
 def test_what_cannot_be_done_is_said_with_what_to_do(

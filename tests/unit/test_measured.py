@@ -86,6 +86,25 @@ def test_parallel_compares_on_equal_desks_alone() -> None:
     )
 
 
+def test_unequal_desks_hide_no_other_variable() -> None:
+    """Whoever starts what is proposed must know that the precision differed as well; a workload follows the desk."""
+    other = changed(
+        engine={"total_slots": 4, "n_ctx_slot": 512, "kv_type": "q8_0"}, workload={"long_prompt_tokens": 496}
+    )
+    found = compare(REPORT, other)
+    assert found.refused.endswith("; and engine.kv_type changed too")
+    assert found.to_do == (
+        "start with -c 2048 -np 1 --no-kv-unified, all else as in the first report",
+        "start with -c 8192 -np 4 --no-kv-unified, all else as in the first report",
+        "as the first report, and only engine.kv_type = 'q8_0' instead of 'f16'",
+    )
+
+
+def test_a_report_of_another_format_is_not_compared() -> None:
+    with pytest.raises(NotAReport, match="has the format 2"):
+        compare(REPORT, {**REPORT, "report": 2})
+
+
 @given(st.sets(st.sampled_from(VARIABLES)))
 def test_the_figures_are_shown_exactly_where_at_most_one_variable_differs(names: set[tuple[str, str]]) -> None:
     sections: dict[str, dict[str, Any]] = {}

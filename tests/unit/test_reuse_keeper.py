@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvgate.app.canary_schedule import BY, CanarySchedule
+from kvgate.app.canary_schedule import BY, CanarySchedule, NoResult
+from kvgate.app.canary_schedule import RETRY_S as SCHEDULE_RETRY_S
 from kvgate.app.reuse_keeper import RETRY_S, VIOLATION_WARNED_S, ReuseKeeper
 from kvgate.core.ask import Usage
 from kvgate.core.canary import VIOLATIONS_MAX, CanaryState, Figures, Pin, SuiteReport
 from kvgate.core.reuse import Reuse
 from kvgate.core.tenant import ReusePolicy, Tenant
 from kvgate.ports import RequestRecord
-from kvgate.store.canary import CanaryView, CanaryWatch
+from kvgate.store.canary import CanaryView, CanaryWatch, NotPinned
 from kvgate.store.errors import StoreUnavailable
 from tests.unit.doubles import ManualClock, profile
 
@@ -42,6 +43,10 @@ class StoreDouble:
     out: bool = False
     claims: int = 1
     served: dict[str, frozenset[str]] = field(default_factory=dict)
+    named: dict[str, frozenset[str]] = field(default_factory=dict)
+    claimed: list[str] = field(default_factory=list)
+    held: list[tuple[str, float]] = field(default_factory=list)
+    doubted: bool = False
 
     def _check(self) -> None:
         if self.out:
@@ -54,15 +59,23 @@ class StoreDouble:
     async def view(self) -> CanaryView:
         return CanaryView(await self.state(), tuple(self.reports), ())
 
-    async def claim(self, seconds: float) -> bool:
+    async def claim(self, instance: str, seconds: float) -> bool:
         self._check()
+        self.claimed.append(instance)
         self.claims -= 1
         return self.claims >= 0
 
-    async def note_strangers(self, instance: str, strangers: frozenset[str]) -> frozenset[str]:
+    async def hold(self, instance: str, seconds: float) -> None:
+        self._check()
+        self.held.append((instance, seconds))
+
+    async def note_served(
+        self, instance: str, strangers: frozenset[str], named: frozenset[str]
+    ) -> tuple[frozenset[str], frozenset[str]]:
         self._check()
         noted = self.served[instance] = self.served.get(instance, frozenset()) | strangers
-        return noted
+        dedicated = self.named[instance] = self.named.get(instance, frozenset()) | named
+        return noted, dedicated
 
     async def report(self, report: SuiteReport) -> None:
         self._check()
@@ -70,13 +83,18 @@ class StoreDouble:
         if not report.passed:
             self.pins = []
 
-    async def pin(self, report: SuiteReport, by: str) -> Pin:
+    async def pin(self, report: SuiteReport, by: str, *, renew: bool = False) -> Pin:
+        if renew and not self.pins:
+            raise NotPinned("unpinned meanwhile")
         pin = Pin(report.fingerprint, str(report.instance), 1, report.figures, 1.0, by)
         self.pins.append(pin)
         return pin
 
-    async def unpin(self, fingerprint: str, *, by: str, why: str, instance: str | None = None) -> int:
+    async def unpin(
+        self, fingerprint: str, *, by: str, why: str, instance: str | None = None, doubt: bool = False
+    ) -> int:
         self._check()
+        self.doubted = doubt
         self.unpinned.append((fingerprint, why))
         gone, self.pins = len(self.pins), []
         return gone
@@ -167,6 +185,22 @@ async def test_a_gate_that_serves_everybody_says_so_to_all_gates() -> None:
     assert world.of() is Reuse.OFF
 
 
+async def test_gates_that_name_other_tenants_take_reuse_from_each_other() -> None:
+    """All are on the list, but who wrote one name believes it alone; a name that is no tenant counts for nothing."""
+    acme, beta = (Tenant(name, reuse=ReusePolicy.CANARY) for name in ("acme", "beta"))
+    one, other = World(acme, beta), World(acme, beta, dedicated_to=("beta", "betta"))
+    same = World(acme, beta, dedicated_to=("acme", "beta"))
+    for world in (other, same):
+        world.watch._store = one.watch._store
+    await one.watch.refresh()
+    assert one.of() is Reuse.KEEP
+    for world in (other, one, same):
+        await world.watch.refresh()
+    assert one.of() is Reuse.OFF
+    assert "another gate's engine.dedicated_to names beta for" in one.keeper.told()["tenants"]["acme"]
+    assert [same.of(name) for name in ("acme", "beta")] == [Reuse.KEEP, Reuse.KEEP]
+
+
 def test_a_dedicated_engine_serves_its_tenants_and_the_suite() -> None:
     """And an engine that is not dedicated serves everybody."""
     suite = Tenant("kvgate-suite", reuse=ReusePolicy.SUITE)
@@ -204,6 +238,7 @@ async def test_violations_in_a_row_unpin_and_until_the_store_knows_reuse_is_off_
     ((fingerprint, why),) = world.store.unpinned
     assert fingerprint == ENGINE.fingerprint
     assert "3 answers in a row" in why
+    assert world.store.doubted
     assert world.of() is Reuse.OFF
     job.cancel()
 
@@ -242,6 +277,8 @@ class Scheduled(World):
         self.found = found
         self.runs: list[str] = []
         self.now_s = 1000.0
+        self.long_enough: Callable[[], bool] = lambda: True
+        self.meanwhile: Callable[[], None] = lambda: None
         store: Any = self.store
         self.schedule = CanarySchedule(
             self.run, store, self.watch, profile=lambda: self.engine, every_s=100, now=lambda: self.now_s
@@ -249,6 +286,8 @@ class Scheduled(World):
 
     async def run(self, url: str) -> SuiteReport:
         self.runs.append(url)
+        await until(self.long_enough)
+        self.meanwhile()
         if isinstance(self.found, Exception):
             raise self.found
         return self.found
@@ -279,6 +318,54 @@ async def test_a_failure_unpins_by_itself() -> None:
     world.store.claims, world.now_s = 1, 9999.0
     assert await world.look() is None
     assert len(world.runs) == 1
+
+
+async def test_who_unpins_in_mid_run_has_the_last_word(caplog: pytest.LogCaptureFixture) -> None:
+    """A run that passes renews a pin, and makes none."""
+    world = Scheduled(PASSED)
+    world.meanwhile = world.store.pins.clear
+    assert await world.look() is None
+    assert world.store.reports == [PASSED]
+    assert world.store.pins == []
+    assert caplog.records[-1].__dict__["problem"] == "unpinned meanwhile"
+
+
+async def test_a_run_that_failed_is_recorded_as_soon_as_the_store_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the pin would come back with the store."""
+    monkeypatch.setattr("kvgate.app.canary_schedule.RECORD_AGAIN_S", 0.001)
+    world = Scheduled(replace(PASSED, passed=False, cases_failed=1))
+
+    def out() -> None:
+        world.store.out = True
+
+    world.meanwhile = out
+    looking = asyncio.create_task(world.look())
+    await until(lambda: bool(world.runs))
+    await asyncio.sleep(0.01)
+    assert (looking.done(), len(world.store.pins)) == (False, 1)
+    world.store.out = False
+    assert await looking == world.found
+    assert world.store.pins == []
+
+
+async def test_a_run_without_a_result_says_why_and_is_not_tried_again_soon(caplog: pytest.LogCaptureFixture) -> None:
+    """By any gate, on this process; on another one it may be."""
+    world = Scheduled(NoResult("its slots are too small"))
+    await world.look()
+    assert caplog.records[-1].__dict__["problem"] == "its slots are too small"
+    assert world.store.claimed == ["<one>"]
+    assert world.store.held == [("<one>", SCHEDULE_RETRY_S)]
+
+
+async def test_a_long_run_stays_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a second gate would begin beside it; once it is over nobody holds the claim up."""
+    monkeypatch.setattr("kvgate.app.canary_schedule.CLAIM_S", 0.003)
+    world = Scheduled(PASSED)
+    world.long_enough = lambda: len(world.store.held) > 2
+    assert await world.look() == PASSED
+    held = len(world.store.held)
+    await asyncio.sleep(0.01)
+    assert len(world.store.held) == held
 
 
 async def test_the_successor_of_a_pinned_process_is_tried_at_once_and_pinned() -> None:

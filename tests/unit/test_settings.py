@@ -371,3 +371,11 @@ def test_prices_are_taken_in_whole_thousandths() -> None:
     assert Settings().fairness.rule(None) == FairRule()
     given = FairnessSettings(input_price=1.5, cached_input_price=0.1, output_price=3, bypass_max=0)
     assert given.rule(700) == FairRule(1500, 100, 3000, 0, 700)
+
+
+def test_the_suites_own_name_is_no_tenants(tmp_path: Path) -> None:
+    """What it holds and what such a tenant held would be one."""
+    path = tmp_path / "tenants.toml"
+    path.write_text("[tenant.kvgate-suite]\n")
+    with pytest.raises(BadSettings, match="kvgate-suite: that name is the reuse suite's own"):
+        load_tenants(path)

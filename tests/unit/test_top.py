@@ -114,11 +114,11 @@ def admin() -> Iterator[str]:
 
 
 def test_one_look(admin: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the output is no terminal, one is all; as JSON it is the status itself."""
+    """Where the output is no terminal, one is all; as JSON it is the status, and that it was had."""
     assert main(["top", "--admin", admin]) == 0
     assert "1,025 of 2,048 tokens" in capsys.readouterr().out
     assert main(["top", "--admin", admin, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == STATUS
+    assert json.loads(capsys.readouterr().out) == {"ok": True, **STATUS}
 
 
 @pytest.mark.parametrize(
@@ -135,4 +135,5 @@ def test_what_cannot_be_looked_at_is_said(
     assert main(["top", "--admin", address.format(admin=admin)]) == 2
     assert said in capsys.readouterr().err
     assert main(["top", "--json", "--admin", address.format(admin=admin)]) == 2
-    assert said in json.loads(capsys.readouterr().err)["problem"]
+    told = json.loads(capsys.readouterr().err)
+    assert (told["ok"], said in told["problem"]) == (None, True)
