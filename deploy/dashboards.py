@@ -388,6 +388,12 @@ ENGINE: Final = Dashboard(
             explains="Between the most and the least served of tenants in line, divided by weight.",
         ),
         Panel(
+            "Jain index",
+            ((f"kvgate_fairness_jain_ratio{{{_GATE}}}", "{{instance}}"),),
+            explains="Of service divided by weight: 1 is even. Tenants that want little make it low, fair or not.",
+            max_value=1,
+        ),
+        Panel(
             "What the bound does not cover",
             ((f"kvgate_fairness_void{{{_GATE}}}", "{{by}}"),),
             explains="1 where it has happened since the ledger was last idle.",

@@ -164,7 +164,7 @@ def test_check_of_what_is_no_url(url: str, capsys: pytest.CaptureFixture[str]) -
         ["check", "--upstream", NOBODY, "--context-tokens-min", "0"],
         ["check", "--upstream", NOBODY, "--context-tokens-min", "-5"],
         ["check", "--upstream", NOBODY, "--context-tokens-min", "many"],
-        ["check", "--upstream", NOBODY, "--context-tokens-min", "5", "--json", "--github"],
+        ["check", "--upstream", NOBODY, "--context-tokens-min", "5", "--github", "--github", "more"],
         ["check", "--up", NOBODY, "--context-tokens-min", "5"],
         ["check", "--upstream", NOBODY, "--context-tokens-min", "5", "--acknowledge", "everything"],
         ["explain", "-", "--tenant", "x", "--", "llama-server"],
@@ -178,6 +178,7 @@ def test_a_command_line_that_means_nothing_is_told(arguments: list[str], capsys:
 
 JSON_MISUSED = {
     "check": ["check", "--json"],
+    "check --github": ["check", "--upstream", NOBODY, "--context-tokens-min", "5", "--json", "--github"],
     "probe": ["probe", "--json"],
     "measure run": ["measure", "run", "--json", "--rounds", "many"],
     "measure compare": ["measure", "compare", "--json"],
