@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
+import subprocess
+import sys
 import threading
 import urllib.request
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
@@ -318,12 +319,16 @@ def soaked(reply: Reply, *more: str, minutes: float = 0.05) -> Done:
         return probe("--upstream", engine.url, "--soak", str(minutes), *more)
 
 
-def paced(round_s: float, hoard: list[bytes], hoarded_bytes: int) -> Reply:
-    """Healthy answers, no faster than so, in a process that keeps so much of each."""
+HOARDER: Final = "import sys\nkept = []\nfor line in sys.stdin: kept.append(b'x' * int(line))"
+"""A small process that keeps as many bytes as each line says: what the tests' own takes is nobody's to predict."""
+
+
+def paced(round_s: float, hoarder: subprocess.Popen[str], hoarded_bytes: int) -> Reply:
+    """Healthy answers, no faster than so; the hoarder keeps so much of each."""
     healthy = answers(WORDS)
 
     async def reply(exchange: Exchange) -> None:
-        hoard.append(b"x" * hoarded_bytes)
+        print(hoarded_bytes, file=hoarder.stdin, flush=True)
         await asyncio.sleep(round_s)
         await healthy(exchange)
 
@@ -333,8 +338,9 @@ def paced(round_s: float, hoard: list[bytes], hoarded_bytes: int) -> Reply:
 @pytest.mark.parametrize(("hoarded_mib", "drifts"), [(0, False), (12, True)])
 def test_memory_that_grows_with_every_round_is_a_drift(hoarded_mib: int, *, drifts: bool) -> None:
     """And memory that does not is none. How fast a fake engine answers says nothing, so speed may do as it likes."""
-    reply = paced(0.2, [], hoarded_mib * 2**20)
-    done = soaked(reply, "--pid", str(os.getpid()), minutes=0.08)
+    with subprocess.Popen([sys.executable, "-c", HOARDER], stdin=subprocess.PIPE, text=True) as hoarder:
+        reply = paced(0.2, hoarder, hoarded_mib * 2**20)
+        done = soaked(reply, "--pid", str(hoarder.pid), minutes=0.08)
     found = done.json
     assert len(found["rounds"]) >= 7
     assert ("memory" in {one["what"] for one in found["drifts"]}) == drifts, found["rounds"]
