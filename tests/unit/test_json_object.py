@@ -378,3 +378,12 @@ def test_any_bytes_are_read_as_strict_json_or_refused(body: bytes) -> None:
     """No other exception escapes, whatever the bytes."""
     agree(body)
     agree(b'{"a":' + body + b"}")
+
+
+@pytest.mark.parametrize("at", range(0, 210, 7))
+def test_a_number_that_is_too_large_is_found_wherever_it_stands(at: int) -> None:
+    """Looked for in every hundredth character first."""
+    padding = b" " * at
+    with pytest.raises(MalformedJson, match="number is too large"):
+        read_object(b'{"a":' + padding + b"7" * 309 + padding + b"}")
+    assert read_object(b'{"a":"' + padding + b"7" * 309 + b'"}').get("a") == at * " " + "7" * 309
