@@ -5,26 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections import defaultdict, deque
+from collections import defaultdict
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from kvgate.core.pool import KvPool
 from kvgate.core.replay import Asked
-from kvgate.store.errors import StoreUnavailable, store_errors
-from kvgate.store.records import Names, text_of
+from kvgate.store.errors import store_errors
+from kvgate.store.records import text_of
+from kvgate.store.written_beside import WrittenBeside
 
 if TYPE_CHECKING:
     from kvgate.ports import RequestRecord
     from kvgate.store.client import StoreClient
+    from kvgate.store.records import Names
 
 _log = logging.getLogger(__name__)
 
 KEPT_MAX: Final = 4000
 """Of each tenant: the last so many requests."""
-
-WAITING_MAX: Final = 8192
-"""What waits to be written, of all tenants; beyond it the oldest are dropped."""
 
 TTL_S: Final = 7 * 24 * 3600
 """A tenant that asks no more is forgotten after so long."""
@@ -32,10 +31,8 @@ TTL_S: Final = 7 * 24 * 3600
 _FORMAT: Final = 1
 
 
-class RecentSizes:
+class RecentSizes(WrittenBeside[tuple[str, Asked]]):
     """Writes down how large requests are, beside the gate; implements `ports.Observer`.
-
-    No request waits for it. What cannot be written is dropped, never kept: statistics are not worth memory.
 
     Args:
         client: made by `store.client.connect`; its owner closes it.
@@ -44,44 +41,23 @@ class RecentSizes:
     """
 
     def __init__(self, client: StoreClient, *, names: Names | None = None, timeout_s: float = 2.0) -> None:
-        self._client: Any = client  # redis-py types every answer as "awaitable or not"
-        self._names = names or Names()
-        self._timeout_s = timeout_s
-        self._waiting: deque[tuple[str, Asked]] = deque(maxlen=WAITING_MAX)
-        self._failing = False
+        lost = "request sizes are not recorded"
+        super().__init__(client, names, timeout_s, what="request sizes", log=_log, lost=lost)
 
     def request(self, record: RequestRecord) -> None:
         """Remember a request that came as far as the arithmetic, until the next flush."""
         if record.asked is not None:
             self._waiting.append((record.tenant, record.asked))
 
-    async def run(self, interval_s: float = 1.0) -> None:
-        """Flush every `interval_s` seconds until cancelled."""
-        while True:
-            await asyncio.sleep(interval_s)
-            await self.flush()
-
-    async def flush(self) -> None:
-        """Write what waits, in one go; what an outage of the store hits is lost."""
-        if not self._waiting:
-            return
+    async def _write(self, waiting: list[tuple[str, Asked]]) -> None:
         by_tenant: dict[str, list[str]] = defaultdict(list)
-        while self._waiting:
-            tenant, asked = self._waiting.popleft()
+        for tenant, asked in waiting:
             by_tenant[tenant].append(_encode(asked))
-        try:
-            with store_errors("writing request sizes"):
-                async with asyncio.timeout(self._timeout_s), self._client.pipeline(transaction=False) as pipe:
-                    for tenant, sizes in by_tenant.items():
-                        key = self._names.sizes(tenant)
-                        pipe.lpush(key, *sizes[-KEPT_MAX:]).ltrim(key, 0, KEPT_MAX - 1).expire(key, TTL_S)
-                    await pipe.execute()
-        except StoreUnavailable as problem:
-            if not self._failing:
-                _log.warning("request sizes are not recorded", extra={"problem": str(problem)})
-            self._failing = True
-        else:
-            self._failing = False
+        async with self._client.pipeline(transaction=False) as pipe:
+            for tenant, sizes in by_tenant.items():
+                key = self._names.sizes(tenant)
+                pipe.lpush(key, *sizes[-KEPT_MAX:]).ltrim(key, 0, KEPT_MAX - 1).expire(key, TTL_S)
+            await pipe.execute()
 
     async def of(self, tenant: str) -> tuple[Asked, ...]:
         """A tenant's recent requests, the last one first.

@@ -9,21 +9,22 @@ import asyncio
 import json
 import logging
 import time
-from collections import deque
 from datetime import UTC, datetime
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final
 
 from kvgate import __version__
-from kvgate.store.errors import StoreUnavailable, store_errors
-from kvgate.store.records import Names, text_of
+from kvgate.ports import RequestRecord
+from kvgate.store.errors import store_errors
+from kvgate.store.records import text_of
+from kvgate.store.written_beside import WrittenBeside
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvgate.core.profile import EngineProfile
-    from kvgate.ports import RequestRecord
     from kvgate.store.client import StoreClient
+    from kvgate.store.records import Names
 
 _log = logging.getLogger(__name__)
 
@@ -34,16 +35,13 @@ KEPT_MAX: Final = 20_000
 SAME_ID_MAX: Final = 8
 """Clients may name their requests, and name several alike: so many of them are kept."""
 
-WAITING_MAX: Final = 8192
 FLUSH_S: Final = 0.5
 
 Report = dict[str, Any]
 
 
-class Reports:
+class Reports(WrittenBeside[tuple[RequestRecord, float]]):
     """Writes down what is to know of requests, beside the gate, and finds it again; implements `ports.Observer`.
-
-    No request waits for it, and what an outage of the store hits is lost.
 
     Args:
         client: made by `store.client.connect`; its owner closes it.
@@ -63,13 +61,9 @@ class Reports:
         timeout_s: float = 2.0,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._client: Any = client  # redis-py types every answer as "awaitable or not"
-        self._names = names or Names()
+        super().__init__(client, names, timeout_s, what="reports", log=_log, lost="reports are not kept")
         self._keep_s, self._kept_max = keep_s, kept_max
-        self._timeout_s = timeout_s
         self._now = now
-        self._waiting: deque[tuple[RequestRecord, float]] = deque(maxlen=WAITING_MAX)
-        self._failing = False
 
     def request(self, record: RequestRecord) -> None:
         """Remember an inference request of a tenant, served or refused, until the next flush."""
@@ -78,25 +72,7 @@ class Reports:
 
     async def run(self, interval_s: float = FLUSH_S) -> None:
         """Flush every `interval_s` seconds until cancelled."""
-        while True:
-            await asyncio.sleep(interval_s)
-            await self.flush()
-
-    async def flush(self) -> None:
-        """Write what waits, in one go, and forget the oldest beyond the limit."""
-        if not self._waiting:
-            return
-        waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
-        try:
-            with store_errors("writing reports"):
-                async with asyncio.timeout(self._timeout_s):
-                    await self._write(waiting)
-        except StoreUnavailable as problem:
-            if not self._failing:
-                _log.warning("reports are not kept", extra={"problem": str(problem)})
-            self._failing = True
-        else:
-            self._failing = False
+        await super().run(interval_s)
 
     async def _write(self, waiting: list[tuple[RequestRecord, float]]) -> None:
         index = self._names.reports

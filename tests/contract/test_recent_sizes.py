@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvgate.core.pool import KvPool
 from kvgate.core.replay import PROMPTS_KEPT_MAX, Asked
 from kvgate.ports import RequestRecord
-from kvgate.store import recent_sizes
+from kvgate.store import recent_sizes, written_beside
 from kvgate.store.embedded import EmbeddedValkey
 from kvgate.store.errors import StoreUnavailable
 from kvgate.store.recent_sizes import RecentSizes, _decode, _encode
@@ -95,7 +95,7 @@ async def test_the_last_requests_of_each_tenant_are_kept(client: Any, monkeypatc
 
 
 async def test_a_burst_larger_than_the_memory_keeps_its_end(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recent_sizes, "WAITING_MAX", 10)
+    monkeypatch.setattr(written_beside, "WAITING_MAX", 10)
     sizes = RecentSizes(client)
     for prompt in range(1000):
         sizes.request(record(prompt))

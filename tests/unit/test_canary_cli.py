@@ -18,13 +18,12 @@ from kvgate.core.reuse_suite import CaseResult, Outcome, SuiteResult, result_of
 from kvgate.core.tenant import ReusePolicy, Tenant
 from kvgate.store.canary import CanaryStore
 from kvgate.store.client import connect
-from kvgate.store.embedded import EmbeddedValkey
 from kvgate.store.errors import StoreUnavailable
 from kvgate.store.registry import DeclaredTenant, Registry
 from tests.unit.doubles import profile
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
     from kvgate.core.profile import EngineProfile
@@ -33,14 +32,6 @@ if TYPE_CHECKING:
 PASSED = SuiteReport("f1e2", "<one>", 3, True, 12, 0, Figures(0.01, 0.02, 0.75, 0.5), 1_700_000_000.0)
 RESULT = result_of(profile(), depth_tokens=1, noise_nats=0.0, cases=[CaseResult("chain", Outcome.PASSED)])
 FAILED = replace(PASSED, fingerprint="dead", passed=False, cases_failed=2)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    store = EmbeddedValkey(tmp_path_factory.mktemp("store"))
-    asyncio.run(store.start())
-    yield store.url
-    asyncio.run(store.stop())
 
 
 @pytest.fixture

@@ -9,24 +9,14 @@ import pytest
 
 from kvgate.cli.report import markdown, rows_of, sentences
 from kvgate.store.client import connect
-from kvgate.store.embedded import EmbeddedValkey
 from kvgate.store.reports import Reports, report_of
 from tests.contract.test_reports import FULL, RECORD, record
 from tests.unit.test_tenants_cli import Commands
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from kvgate.ports import RequestRecord
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    store = EmbeddedValkey(tmp_path_factory.mktemp("store"))
-    asyncio.run(store.start())
-    yield store.url
-    asyncio.run(store.stop())
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from kvgate.store.embedded import EmbeddedValkey
 from kvgate.store.recent_sizes import RecentSizes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 POOL = KvPool(40_000, 4, 10_000)
@@ -46,15 +45,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("KVGATE_")]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One store for all of these tests, as a gate beside the commands would keep it up; its URL."""
-    store = EmbeddedValkey(tmp_path_factory.mktemp("store"))
-    asyncio.run(store.start())
-    yield store.url
-    asyncio.run(store.stop())
 
 
 @pytest.fixture
